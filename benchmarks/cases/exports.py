@@ -1,7 +1,7 @@
 """Measure how much each export changes what a model computes, by reading it back with the program that will use it.
 
     python -m benchmarks exports --json RECORD                     # small models of each family; minutes on a CPU
-    python -m benchmarks exports --json RECORD --model RUN         # and a real model: a run that trained adapters
+    python -m benchmarks exports --json RECORD --model RUN         # a real model: a run that trained adapters
     python -m benchmarks exports --tiny
 
 A line is one `tigon export`. The difference of the logits is relative, the largest of four texts, and all models
@@ -151,13 +151,14 @@ def _measure_real(bench: Bench, target: Path) -> None:
 def _measure(bench: Bench) -> None:
     quiet_loading()
     with tempfile.TemporaryDirectory() as scratch:
-        if bench.given.model is not None:
+        if bench.given.model is None:
+            _measure_small(bench, Path(scratch))
+        else:
             _measure_real(bench, Path(scratch) / "exported")
-        _measure_small(bench, Path(scratch))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="RUN", help="a run that trained adapters, to export too")
+    parser.add_argument("--model", metavar="RUN", help="a run that trained adapters, to export instead")
     parser.add_argument("--question", default=QUESTION, help="what the exported model is asked")
 
 
