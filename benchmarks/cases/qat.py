@@ -5,12 +5,14 @@
 
 LoRA on Python's documentation is trained once without `train.qat` and once with each format. Each line is one
 `tigon export`, which transformers reads back. Its losses are those of documents beyond the first 0.35 MiB, which no run
-has read.
+has read. The runs stay in the folder `--runs`. Finished runs there and lines of the record at --json are kept, so an
+interrupted measurement continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ lora: {rank: 16}
 
 
 def _train(model: str, steps: int, name: str, folder: Path) -> Path:
-    """Train with the weights rounded to a format, or with `none`. Returns the run's folder."""
+    """Train with the weights rounded to a format, or with `none`, unless that is done. Returns the run's folder."""
+    if (done := folder / name / "summary.json").is_file():
+        return done.parent
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     keys = {
@@ -75,25 +79,28 @@ def _losses(folder: Path, tokens: torch.Tensor) -> list[float]:
 
 def _measure(bench: Bench) -> None:
     quiet_loading()
-    given = bench.given
+    done = {(line["training"], line["format"]) for line in bench.resume("lines")}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = str(small_model("llama", folder / "small")) if bench.tiny else given.model
-        runs = {name: _train(model, given.steps, name, folder) for name in (NONE, *given.formats)}
-        tokens = _held_out(load_tokenizer_of(find.find(str(runs[NONE]))))[: 2 if bench.tiny else None]
-        exports = [(NONE, None), *((trained, name) for name in given.formats for trained in (NONE, name))]
-        for trained, name in exports:
-            target = folder / f"{trained}-{name}-exported"
+        folder = Path(scratch) if bench.tiny else bench.given.runs
+        folder.mkdir(parents=True, exist_ok=True)
+        model = str(small_model("llama", folder / "small")) if bench.tiny else bench.given.model
+        for trained, name in [(NONE, None), *((t, one) for one in bench.given.formats for t in (NONE, one))]:
+            if (trained, name or "bf16") in done:
+                continue
+            trained_run = find.find(str(_train(model, bench.given.steps, trained, folder)))
+            target = Path(scratch) / "exported"
             wanted = export.Export(target, merge=True, format=name, dtype=None if name else "bf16", verify=False)
-            export.export(find.find(str(runs[trained])), wanted)
-            size = (target / "model.safetensors").stat().st_size
-            losses = _losses(target, tokens)
+            export.export(trained_run, wanted)
+            tokens = _held_out(load_tokenizer_of(trained_run))[: 2 if bench.tiny else None]
+            size, losses = (target / "model.safetensors").stat().st_size, _losses(target, tokens)
             line = {"training": trained, "format": name or "bf16", "bytes": size, "loss": sum(losses) / len(losses)}
             bench.add("lines", {**line, "losses": losses})
+            shutil.rmtree(target)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a folder, or a hub id")
+    parser.add_argument("--runs", type=Path, default=Path("runs/qat"), metavar="FOLDER", help="default: runs/qat")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
     parser.add_argument("--steps", type=int, default=32, help="of each training (default: 32)")
 
