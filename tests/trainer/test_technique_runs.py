@@ -28,6 +28,7 @@ from trainer_helpers import (
     rows,
     small_setup,
     small_trainer,
+    train_keys,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,10 +72,8 @@ def need(package: str | None) -> None:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings of a recipe with this optimizer, and a suitable learning rate."""
-    row = OPTIMIZERS[name]
     rates = {"sgd": 0.5, "lion-8bit": 0.001}
-    clip = {"max_grad_norm": 0.0} if row.in_backward else {}
-    return {"optimizer": name, "learning_rate": rates.get(name, 0.01), **clip}
+    return {"learning_rate": rates.get(name, 0.01), **train_keys(OPTIMIZERS[name])}
 
 
 on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])

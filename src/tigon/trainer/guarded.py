@@ -168,6 +168,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
+            self.average_weights()
             self.saves.end_background()
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
@@ -199,6 +200,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             EvaluationFailed: After training, one sample at once runs out of memory.
             EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
         """
+        self.average_weights()
         if self.objective.trl is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         try:
@@ -228,6 +230,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
         if skipped and (self.loss_scale() or 1.0) <= 1.0:
             self.lr_scheduler.step()
+
+    def average_weights(self) -> None:
+        """Replace the weights by their averages, if the optimizer has some, as schedule-free does.
+
+        The Trainer's next micro-batch puts the weights that are trained back.
+        """
+        average = getattr(innermost(self.optimizer), "eval", None)
+        if average is not None:
+            average()
 
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
@@ -417,6 +428,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Save atomically (checkpoint/atomic_save.py). In the background, weights and states are written later."""
+        self.average_weights()
         self.saves.save(model, partial(super()._save_checkpoint, model, trial))
 
 
