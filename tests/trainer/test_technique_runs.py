@@ -541,6 +541,22 @@ def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
 
 
 @forks
+@pytest.mark.parametrize("name", ["muon", "schedule-free"])
+def test_fsdp2_with_an_optimizer_of_another_algorithm_trains_as_a_plain_run_and_resumes(name, recipe, tigon, here):
+    need(OPTIMIZERS[name].package)
+    path = recipe(
+        "one.yaml", train={"save_steps": 2, "batch_size": 4, **train_keys(OPTIMIZERS[name])}, output={"name": "plain"}
+    )
+    assert tigon("train", path).code == 0
+    run_fsdp(here, path, "fsdp", "train.batch_size=2")
+    runs = here / "runs"
+    assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-3)
+    cut_back(runs / "fsdp", "cut", 4)
+    run_fsdp(here, path, "cut", "train.batch_size=2", resume=True)
+    assert losses(runs / "cut") == losses(runs / "fsdp")
+
+
+@forks
 @pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "fp8"])
 def test_fsdp2_with_adapters_autocast_or_fp8_trains_as_a_plain_run(recipe, tigon, here, precision):
     need("peft")

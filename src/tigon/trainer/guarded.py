@@ -365,6 +365,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
+        if self.is_fsdp_enabled and hasattr(optimizer, "train"):  # PyTorch makes the states that it fills by a step
+            optimizer.train()
+            optimizer.state.clear()  # PyTorch would take the empty entries of `train` for states
         if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return

@@ -52,9 +52,14 @@ _EXCLUSIONS = (
         "sharding.zero: 0, or train.optimizer: adamw",
     ),
     _muon_not_with(
-        _FSDP,
-        "FSDP2 hands the optimizer a slice of each matrix, and Muon with gathered matrices has not been tried",
-        "sharding.fsdp: false, or train.optimizer: adamw",
+        Condition("sharding.offload", "is not", "none"),
+        "Muon gathers divided matrices in its step, and the processes do not exchange tensors of the host",
+        "sharding.offload: none, or train.optimizer: adamw",
+    ),
+    _muon_not_with(
+        Condition("sharding.replicas", "is at least", 2),
+        "tigon has not tried Muon on copies of divided matrices",
+        "sharding.replicas: 1, or train.optimizer: adamw",
     ),
     _muon_not_with(
         Condition("sharding.tensor", "is at least", 2),
