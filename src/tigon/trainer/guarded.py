@@ -158,16 +158,14 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = resume_rules.counted_before(
-                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
-            )
-            if counted is not None:
-                self.resume_counting(counted)
+            rank, processes = self.args.process_index, self.args.world_size
+            self.resume_counting(resume_rules.counted_before(Path(resume_from_checkpoint), rank, processes))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
+            self.average_weights()
             self.saves.end_background()
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
@@ -199,6 +197,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             EvaluationFailed: After training, one sample at once runs out of memory.
             EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
         """
+        self.average_weights()
         if self.objective.trl is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         try:
@@ -228,6 +227,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
         if skipped and (self.loss_scale() or 1.0) <= 1.0:
             self.lr_scheduler.step()
+
+    def average_weights(self) -> None:
+        """Replace the weights by their averages, if the optimizer has some, as schedule-free does.
+
+        The Trainer's next micro-batch puts the weights that are trained back.
+        """
+        average = getattr(innermost(self.optimizer), "eval", None)
+        if average is not None:
+            average()
 
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
@@ -307,7 +315,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
-        for each, waited in zip(self.stoppers(), counted.get("evaluations_without_progress", ()), strict=False):
+        for each, waited in zip(self.stoppers(), counted["evaluations_without_progress"], strict=True):
             each.early_stopping_patience_counter = int(waited)
         for counter in self.counters:
             counter.resume_counting(counted)
@@ -354,6 +362,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
+        if self.is_fsdp_enabled and hasattr(optimizer, "train"):  # PyTorch makes the states that it fills by a step
+            optimizer.train()
+            optimizer.state.clear()  # PyTorch would take the empty entries of `train` for states
         if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -417,6 +428,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Save atomically (checkpoint/atomic_save.py). In the background, weights and states are written later."""
+        self.average_weights()
         self.saves.save(model, partial(super()._save_checkpoint, model, trial))
 
 
