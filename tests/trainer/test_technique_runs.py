@@ -28,6 +28,7 @@ from trainer_helpers import (
     rows,
     small_setup,
     small_trainer,
+    train_keys,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,10 +71,8 @@ def need(package: str | None) -> None:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings of a recipe with this optimizer, and a suitable learning rate."""
-    row = OPTIMIZERS[name]
     rates = {"sgd": 0.5, "lion-8bit": 0.001}
-    clip = {"max_grad_norm": 0.0} if row.in_backward else {}
-    return {"optimizer": name, "learning_rate": rates.get(name, 0.01), **clip}
+    return {"learning_rate": rates.get(name, 0.01), **train_keys(OPTIMIZERS[name])}
 
 
 on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])
@@ -538,6 +537,22 @@ def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
     again = recipe("again.yaml", model={"name": str(runs / "fsdp" / "model"), "config": None}, output={"name": "again"})
     assert tigon("train", again).code == 0
     assert losses(runs / "again")[0] < losses(runs / "fsdp")[0] - 0.1, "the gathered weights were not the trained ones"
+
+
+@forks
+@pytest.mark.parametrize("name", ["muon", "schedule-free"])
+def test_fsdp2_with_an_optimizer_of_another_algorithm_trains_as_a_plain_run_and_resumes(name, recipe, tigon, here):
+    need(OPTIMIZERS[name].package)
+    path = recipe(
+        "one.yaml", train={"save_steps": 2, "batch_size": 4, **train_keys(OPTIMIZERS[name])}, output={"name": "plain"}
+    )
+    assert tigon("train", path).code == 0
+    run_fsdp(here, path, "fsdp", "train.batch_size=2")
+    runs = here / "runs"
+    assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-3)
+    cut_back(runs / "fsdp", "cut", 4)
+    run_fsdp(here, path, "cut", "train.batch_size=2", resume=True)
+    assert losses(runs / "cut") == losses(runs / "fsdp")
 
 
 @forks

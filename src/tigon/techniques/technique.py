@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PACKAGE_EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "bnb",
     "torchao": "torchao",
+    "schedulefree": "schedulefree",
     "deepspeed": "deepspeed",
     "peft": "train",
 }

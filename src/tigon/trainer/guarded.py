@@ -165,6 +165,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
+            self.average_weights()
             self.saves.end_background()
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
@@ -196,6 +197,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             EvaluationFailed: After training, one sample at once runs out of memory.
             EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
         """
+        self.average_weights()
         if self.objective.trl is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         try:
@@ -225,6 +227,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
         if skipped and (self.loss_scale() or 1.0) <= 1.0:
             self.lr_scheduler.step()
+
+    def average_weights(self) -> None:
+        """Replace the weights by their averages, if the optimizer has some, as schedule-free does.
+
+        The Trainer's next micro-batch puts the weights that are trained back.
+        """
+        average = getattr(innermost(self.optimizer), "eval", None)
+        if average is not None:
+            average()
 
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
@@ -345,6 +356,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
+        if self.is_fsdp_enabled and hasattr(optimizer, "train"):  # PyTorch makes the states that it fills by a step
+            optimizer.train()
+            optimizer.state.clear()  # PyTorch would take the empty entries of `train` for states
         if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -408,6 +422,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Save atomically (checkpoint/atomic_save.py). In the background, weights and states are written later."""
+        self.average_weights()
         self.saves.save(model, partial(super()._save_checkpoint, model, trial))
 
 

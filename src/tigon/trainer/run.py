@@ -21,8 +21,8 @@ from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
-from tigon.objectives.classify_rules import classifies
-from tigon.objectives.post_training.rules import is_post_training
+from tigon.objectives.rules.classify import classifies
+from tigon.objectives.rules.post_training import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
 from tigon.trainer import engine

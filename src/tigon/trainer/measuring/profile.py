@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tigon.data.source import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.objectives import recipe_checks
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.planner.search.recommend import label
 from tigon.profiler.render import page, result, tables
 from tigon.profiler.render.result import Predicted, Profile
