@@ -139,7 +139,7 @@ def causal_conv1d_fwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    cols, there, at, batch, first = place_of(D, chunks, CHUNK, BLOCK)
+    cols, there, _, batch, first = place_of(D, chunks, CHUNK, BLOCK)
     X += batch * stride_b
     Y += batch * T * D
     if HAS_SEQ:
