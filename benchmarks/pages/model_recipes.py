@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.pages import regions
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
@@ -201,16 +202,6 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    titles = (
-        "recipe",
-        "GPU of the plan",
-        "needs (GiB)",
-        "of (GiB)",
-        "host (GiB)",
-        "micro-batch",
-        "tokens/s",
-        "changes",
-    )
     shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
@@ -222,6 +213,8 @@ def table(rows: list[Row]) -> str:
         sizes = [f"{nbytes / GIB:.1f}" for nbytes in (result.device_bytes, gpu.memory_bytes)]
         host = f"{result.host_bytes / GIB:.1f}" if result.host_bytes else "–"
         shown.append([link, gpu.name, *sizes, host, split, f"{result.tokens_per_s:,.0f}", changes])
+    memory = ("needs (GiB)", "of (GiB)", "host (GiB)")
+    titles = ("recipe", "GPU of the plan", *memory, "micro-batch", "tokens/s", "changes")
     return markdown_table(titles, shown, texts=(0, 1, 5, 7))
 
 
@@ -231,13 +224,6 @@ def recipe_files() -> Iterator[tuple[Model, str, Path]]:
         for method in model.methods:
             for path in sorted((FOLDER / model.name).glob(f"{method}-[0-9]*gb.yaml"), key=memory_class):
                 yield model, method, path
-
-
-def write_table(rows: list[Row]) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -260,7 +246,7 @@ def main() -> None:
                 print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
     rows = [new.get(path) or replanned(model, method, path) for model, method, path in recipe_files()]
     if not arguments.check:
-        write_table(rows)
+        regions.write_between(table(rows), PAGE, begin=BEGIN, end=END)
     elif table(rows) not in PAGE.read_text(encoding="utf-8"):
         print(table(rows))
         sys.exit(1)

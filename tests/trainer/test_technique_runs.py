@@ -41,7 +41,6 @@ from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, ShardingConfig, TrainConfig
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.keys.model import KERNELS
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.sharding import sharding
 from tigon.techniques.technique import RunInfo
@@ -586,12 +585,6 @@ def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, t
     assert outcome.code == 2
     assert "train.precision is fp8, but nothing in this LlamaForCausalLM can run in FP8" in outcome.err
     assert outcome.err.strip().count("\n") == 0
-
-
-def test_recipe_and_model_have_the_same_names_for_kernels():
-    from tigon.trainer.model import KERNELS as appliers
-
-    assert set(appliers) == set(KERNELS)
 
 
 TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))

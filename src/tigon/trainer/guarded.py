@@ -158,11 +158,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = resume_rules.counted_before(
-                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
-            )
-            if counted is not None:
-                self.resume_counting(counted)
+            rank, processes = self.args.process_index, self.args.world_size
+            self.resume_counting(resume_rules.counted_before(Path(resume_from_checkpoint), rank, processes))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         result = None
@@ -318,7 +315,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
-        for each, waited in zip(self.stoppers(), counted.get("evaluations_without_progress", ()), strict=False):
+        for each, waited in zip(self.stoppers(), counted["evaluations_without_progress"], strict=True):
             each.early_stopping_patience_counter = int(waited)
         for counter in self.counters:
             counter.resume_counting(counted)

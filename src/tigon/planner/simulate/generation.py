@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tigon.models.decoding.rows import DECODED_KINDS, MOST_ROWS
 from tigon.models.kv_cache import kv_widths, queries_per_key
-from tigon.objectives.post_training.rules import generator_obstacle
+from tigon.objectives.rules.post_training import generator_obstacle
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights

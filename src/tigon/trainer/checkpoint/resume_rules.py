@@ -107,12 +107,10 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
     return None
 
 
-def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any] | None:
-    """This process's counters in a checkpoint; None if it has none, as checkpoints of older versions."""
+def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any]:
+    """This process's counters in a checkpoint."""
     files = sorted(folder.glob("counted-*.json"), key=lambda path: int(path.stem.split("-")[1]))
-    if not files:
-        return None
-    counted = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    counted: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return counted[rank] if len(files) == processes else redistributed(counted, rank)
 
 
