@@ -5,8 +5,9 @@
     python -m benchmarks exports --tiny
 
 A line is one `tigon export`. The difference of the logits is relative, the largest of four texts, and all models
-compute in fp32. Lines of the record at --json are kept, so an interrupted measurement continues. With `--model` a line has the answer of the exported model too, and for a GGUF file also that of
-ik_llama.cpp, a fork of llama.cpp, if the package ik-llama-cpp-python is installed.
+compute in fp32. With `--model` a line has the answer of the exported model too, and for a GGUF file also that of
+ik_llama.cpp, a fork of llama.cpp, if the package ik-llama-cpp-python is installed. Lines of the record at --json are
+kept, so an interrupted measurement continues.
 """
 
 from __future__ import annotations
