@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.pages import regions
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.models.hybrid_layers import DELTA_RULE, found_libraries
 from tigon.planner.gpus import GIB, find_gpu
@@ -214,16 +215,6 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    titles = (
-        "recipe",
-        "GPU of the plan",
-        "needs (GiB)",
-        "of (GiB)",
-        "host (GiB)",
-        "micro-batch",
-        "tokens/s",
-        "changes",
-    )
     shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
@@ -235,6 +226,8 @@ def table(rows: list[Row]) -> str:
         sizes = [f"{nbytes / GIB:.1f}" for nbytes in (result.device_bytes, gpu.memory_bytes)]
         host = f"{result.host_bytes / GIB:.1f}" if result.host_bytes else "–"
         shown.append([link, gpu.name, *sizes, host, split, f"{result.tokens_per_s:,.0f}", changes])
+    memory = ("needs (GiB)", "of (GiB)", "host (GiB)")
+    titles = ("recipe", "GPU of the plan", *memory, "micro-batch", "tokens/s", "changes")
     return markdown_table(titles, shown, texts=(0, 1, 5, 7))
 
 
@@ -254,12 +247,10 @@ def in_page() -> dict[str, str]:
 
 def write_table(new: Mapping[Path, Row]) -> None:
     """Write the lines of `new` into the page's table, and leave those of other recipes as they are."""
-    page, old = PAGE.read_text(encoding="utf-8"), in_page()
+    old = in_page()
     heading, rule, *_ = table([]).splitlines()
     lines = [table([new[path]]).splitlines()[2] if path in new else old[str(path)] for _, _, path in recipe_files()]
-    before, _, rest = page.partition(BEGIN)
-    text = "\n".join([heading, rule, *lines])
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    regions.write_between("\n".join([heading, rule, *lines]), PAGE, begin=BEGIN, end=END)
 
 
 def main() -> None:
@@ -267,7 +258,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="choose recipes again only for models whose name contains this")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a new plan differs")
     arguments = parser.parse_args()
-    if DELTA_RULE.library not in found_libraries():
+    hybrids = any(model.hybrid and arguments.only in model.name for model in MODELS)
+    if hybrids and DELTA_RULE.library not in found_libraries():
         parser.error("hybrid models are planned with flash-linear-attention; pip install flash-linear-attention")
     new: dict[Path, Row] = {}
     for model in MODELS if not arguments.check else ():
