@@ -6,7 +6,8 @@
 
 A line is one `tigon export`. The difference of the logits is relative, the largest of four texts, and all models
 compute in fp32. With `--model` a line has the answer of the exported model too, and for a GGUF file also that of
-ik_llama.cpp, a fork of llama.cpp, if the package ik-llama-cpp-python is installed.
+ik_llama.cpp, a fork of llama.cpp, if the package ik-llama-cpp-python is installed. Lines of the record at --json are
+kept, so an interrupted measurement continues.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _OTHERS = ("mistral", "gemma3_text")
 """Families whose GGUF files llama.cpp's converter writes."""
 QUESTION = "How tall is the lighthouse at Brindle Point?"
 NEW_TOKENS = 32
+_ITSELF = "the run itself"
 
 
 def small_model(family: str, folder: Path) -> Path:
@@ -120,22 +122,26 @@ def _answer_of_llama_cpp(file: Path, tokenizer: Any, question: str) -> str:
 
 
 def _measure_small(bench: Bench, folder: Path) -> None:
+    done = {(line["family"], line["format"]) for line in bench.resume("small")}
     target = folder / "exported"
     for family in ["llama"] if bench.tiny else [*FAMILIES, *_OTHERS]:
         source = small_model(family, folder / family)
         for name, wanted in _forms(target, merge=False, tiny=bench.tiny).items():
+            if (family, name) in done:
+                continue
             bench.add("small", {"family": family, "format": name, **_export(str(source), wanted)})
             shutil.rmtree(target, ignore_errors=True)
 
 
 def _measure_real(bench: Bench, target: Path) -> None:
-    given = bench.given
+    given, done = bench.given, {line["format"] for line in bench.resume("real")}
     trained = load.load(find.find(given.model), device=torch.device("cpu"), dtype=torch.float32)
     answer = partial(_answer, question=given.question)
-    bench.add("real", {"format": "the run itself", "answer": answer(trained.model, trained.tokenizer)})
+    if _ITSELF not in done:
+        bench.add("real", {"format": _ITSELF, "answer": answer(trained.model, trained.tokenizer)})
     forms = {"adapters": export.Export(target, verify=True), **_forms(target, merge=True, tiny=bench.tiny)}
     for name, wanted in forms.items():
-        if name.endswith("32"):  # small models show that these change nothing
+        if name in done or name.endswith("32"):  # small models show that 32 bits change nothing
             continue
         line = _export(given.model, wanted)
         if "refused" not in line:

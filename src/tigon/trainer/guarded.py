@@ -306,8 +306,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
         A resumed run restores them, so that its next record equals that of a run without interruption.
         """
-        waited = [each.early_stopping_patience_counter for each in self.stoppers()]
-        counted = {"gate": self.gate.state(), "evaluations_without_progress": waited}
+        counted: dict[str, Any] = {"gate": self.gate.state()}
         for counter in self.counters:
             counted |= counter.counted()
         return counted if self.added is None else {**counted, **self.added.counted(self.model)}
@@ -315,20 +314,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
-        for each, waited in zip(self.stoppers(), counted["evaluations_without_progress"], strict=True):
-            each.early_stopping_patience_counter = int(waited)
         for counter in self.counters:
             counter.resume_counting(counted)
         if self.added is not None:
             self.added.resume_counting(self.model, counted, self.args.device)
 
-    def stoppers(self) -> list[EarlyStoppingCallback]:
-        """The callback of train.early_stopping_patience, if the run has one."""
-        return [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
-
     def stopped_early(self) -> str | None:
         """Why training ends before its last step, if the eval loss or the rewards end it; otherwise None."""
-        if any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers()):
+        stoppers = (each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback))
+        if any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stoppers):
             return "the eval loss fell no more (train.early_stopping_patience)"
         return None if self.reward_stop is None else self.reward_stop.reason()
 

@@ -22,7 +22,7 @@ _ENGINE = ("gpus", "sequence", "sequence_method", "tensor", "fsdp", "replicas", 
 ENGINE_KEYS = tuple(f"sharding.{name}" for name in _ENGINE)
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
-ALIKE = ("evaluations_without_progress", "reward_stop")  # counters that are equal in all processes
+ALIKE = ("reward_stop",)  # counters that are equal in all processes
 
 
 def processes_now(recipe: Recipe) -> int:

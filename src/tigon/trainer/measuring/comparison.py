@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +40,52 @@ TURNS = 3
 """How often each choice of kernels repeats the steps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Repeat:
-    """The measurements of one choice of kernels."""
+    """The turns of one choice of kernels."""
 
     kernels: str
+    n_tokens: int
+    """Tokens of a step."""
     losses: tuple[float, ...] = ()
-    """The loss of each step in nats per token."""
-    at_rest_bytes: int | None = None
-    """Bytes of weights and optimizer states."""
-    peak_bytes: int | None = None
-    """The peak of the last step, with `at_rest_bytes`."""
-    tokens_per_s: float | None = None
-    """The median of the timed steps."""
-    tokens_per_s_range: tuple[float, float] | None = None
-    """The slowest and the fastest timed step."""
-    timed_steps: int = 0
+    """The loss of each step of the first turn, in nats per token."""
+    peak: Peak | None = None
+    """That of the first turn's last step."""
+    warm_s: list[float] = field(default_factory=list)
+    """The times of the first steps, for repeats that have no other timed step."""
+    timed_s: list[float] = field(default_factory=list)
     error: str | None = None
-    """The reason why the other fields are missing."""
 
     @property
     def stopped(self) -> bool:
-        return self.error == STOPPED
+        """Whether a signal ended the first turn."""
+        return self.error is None and self.peak is None
+
+    def add(self, turn: _Turn, steps: int) -> None:
+        """Add a turn of so many steps, unless a signal has ended it early."""
+        if len(turn.meter.step_s) + (turn.peak is not None) < steps:
+            return
+        self.warm_s.append(turn.meter.step_s[0])
+        self.timed_s += turn.meter.step_s[1:]
+        if turn.peak is not None:
+            self.losses, self.peak = tuple(turn.losses), turn.peak
 
     def as_mapping(self) -> dict[str, Any]:
-        return {"label": LABELS[self.kernels], **asdict(self)}
+        """The row of the run's summary. tokens_per_s: the median; its range: the slowest and the fastest step."""
+        row = {"label": LABELS[self.kernels], "kernels": self.kernels}
+        if self.error is not None or self.peak is None:
+            return {**row, "losses": (), "timed_steps": 0, "error": self.error or STOPPED}
+        times = self.timed_s or self.warm_s
+        return {
+            **row,
+            "losses": self.losses,
+            "at_rest_bytes": self.peak.at_rest_bytes,
+            "peak_bytes": self.peak.peak_bytes,
+            "tokens_per_s": self.n_tokens / statistics.median(times),
+            "tokens_per_s_range": (self.n_tokens / max(times), self.n_tokens / min(times)),
+            "timed_steps": len(times),
+            "error": None,
+        }
 
 
 class _Turn(MeteredSteps):
@@ -101,7 +122,11 @@ def compare(
     kernels, setup, device = prepared.recipe.comparison.kernels, _short(prepared), prepared.device
     train, data = setup.recipe.train, replace(prepared.training_data, eval=None)
     assert train.steps is not None
-    measured: dict[str, _Measured] = {choice: _Measured() for choice in kernels}
+    # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
+    samples = prepared.train.samples
+    mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
+    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
+    measured = {choice: Repeat(choice, n_tokens) for choice in kernels}
     _release(device)
     for turn in range(TURNS):
         left = [choice for choice in kernels if measured[choice].error is None]
@@ -117,11 +142,7 @@ def compare(
             except torch.OutOfMemoryError:
                 measured[choice].error = "out of memory"
             _release(device)
-    # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
-    samples = prepared.train.samples
-    mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
-    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
-    return [found.as_repeat(choice, n_tokens) for choice, found in measured.items()]
+    return list(measured.values())
 
 
 def _short(prepared: Prepared) -> Setup:
@@ -143,42 +164,6 @@ def _train(
     finally:
         turn.stop()
     return turn
-
-
-@dataclass
-class _Measured:
-    """The turns of one choice of kernels."""
-
-    losses: tuple[float, ...] = ()
-    """Those of the first turn."""
-    peak: Peak | None = None
-    warm_s: list[float] = field(default_factory=list)
-    """The times of the first steps, for repeats that have no other timed step."""
-    timed_s: list[float] = field(default_factory=list)
-    error: str | None = None
-
-    def add(self, turn: _Turn, steps: int) -> None:
-        """Add a turn of so many steps, unless a signal has ended it early."""
-        if len(turn.meter.step_s) + (turn.peak is not None) < steps:
-            return
-        self.warm_s.append(turn.meter.step_s[0])
-        self.timed_s += turn.meter.step_s[1:]
-        if turn.peak is not None:
-            self.losses, self.peak = tuple(turn.losses), turn.peak
-
-    def as_repeat(self, choice: str, n_tokens: int) -> Repeat:
-        if self.error is not None or self.peak is None:
-            return Repeat(choice, error=self.error or STOPPED)
-        times = self.timed_s or self.warm_s
-        return Repeat(
-            choice,
-            losses=self.losses,
-            at_rest_bytes=self.peak.at_rest_bytes,
-            peak_bytes=self.peak.peak_bytes,
-            tokens_per_s=n_tokens / statistics.median(times),
-            tokens_per_s_range=(n_tokens / max(times), n_tokens / min(times)),
-            timed_steps=len(times),
-        )
 
 
 def _release(device: torch.device) -> None:
