@@ -258,6 +258,18 @@ def test_plan_refuses_the_generator_with_what_the_run_refuses(key):
     assert not chosen.refusals(Settings.of({"train.precision": "bf16"}))
 
 
+def test_completions_beyond_the_rows_of_the_generator_take_no_more_memory():
+    more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
+    shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
+    keys = {"completion_length": 16, "generations": 8, "generator": "tigon"}
+    peaks = [estimated("grpo", keys=keys, shape=shape, accumulate=n, **more).phases["forward"] for n in (32, 64, 128)]
+    per_token = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 1)))
+    assert peaks[2] == peaks[1]
+    assert peaks[1] - peaks[0] == 32 * 2048 * per_token, (
+        "of 64 prompts, so that a prompt waits for the last of its group"
+    )
+
+
 def test_generator_holds_the_prompt_of_a_group_once():
     more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
     shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}

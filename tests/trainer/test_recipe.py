@@ -158,7 +158,7 @@ WRONG = {
     ),
     "merge list": (
         "train:\n  <<: [{steps: 1}, {steps: 2}]",
-        r"r\.yaml:2: << takes one mapping here, .*; merge one mapping",
+        r"r\.yaml:2: << takes one mapping, .*; merge one mapping",
     ),
     "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
     "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),

@@ -188,8 +188,8 @@ def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int],
             seen.add(name)
             if key_node.tag == MERGE and isinstance(value_node, yaml.SequenceNode):
                 raise RecipeError(
-                    f"{path}:{key_node.start_mark.line + 1}: << takes one mapping here, of a list YAML would keep one "
-                    "of two equal keys silently; merge one mapping, and write the other keys out"
+                    f"{path}:{key_node.start_mark.line + 1}: << takes one mapping, because YAML would silently keep "
+                    "one of two equal keys in a list; merge one mapping, and write the other keys out"
                 )
             lines[child] = key_node.start_mark.line + 1
             _walk(value_node, path, child, depth + 1, lines, count)
