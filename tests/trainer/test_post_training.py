@@ -416,7 +416,6 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("train.precision", "amp-bf16", "because of autocast; train.precision: bf16 uses tigon's generator"),
         ("sharding.zero", 2, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
         ("model.kernels", "none", "because of model.kernels; model.kernels: tigon uses tigon's generator"),
     ],

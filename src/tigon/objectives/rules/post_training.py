@@ -108,10 +108,7 @@ _WITHOUT_GENERATOR = (
     (Condition("lora.base_offload", "is", True), "frozen layers in host memory", "lora.base_offload: false"),
 )
 """What tigon's generator does not go with: a condition, its name, and what to set instead."""
-_WITHOUT_AUTO = (
-    (Condition("train.precision", "starts with", "amp"), "autocast", "train.precision: bf16"),  # no GPU has run it
-    (Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),
-)
+_WITHOUT_AUTO = ((Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),)
 """With what `auto` leaves the completions to transformers too."""
 
 
