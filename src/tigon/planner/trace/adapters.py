@@ -166,7 +166,7 @@ def _fused(layer: LoraLayer, x: Tensor) -> Tensor:
     autocast = torch.is_autocast_enabled("cpu")
     alone = layer.disable_adapters and torch.is_grad_enabled()
     variant = name in layer.lora_variant
-    drops = variant and lora.dropped(layer, x, name) is not None
+    drops = variant and lora.apply_adapter_dropout(layer, x, name) is not None
     if alone or drops or (not autocast and a.dtype != x.dtype):
         return _adapted(layer, x)
     dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
