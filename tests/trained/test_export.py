@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_models import make_model
+from trained_models import make_byte_level, make_family, make_model
 
 from forks import forks, in_forks
 from tigon.cli import app
@@ -30,6 +30,13 @@ def load_plain(folder):
 def logits(model):
     with torch.no_grad():
         return model(input_ids=torch.arange(5, 25)[None]).logits.float()
+
+
+def test_fp32_of_a_model_whose_embeddings_have_a_factor_that_no_file_holds(tigon, tmp_path):
+    make_family("gemma3_text", hidden_size=96, head_dim=16).save_pretrained(tmp_path / "source")  # √96 is no bf16
+    make_byte_level().save_pretrained(tmp_path / "source")
+    done = tigon("export", tmp_path / "source", tmp_path / "out", "--dtype", "fp32")
+    assert done.code == 0 and "logits differ by 0.00%" in done.out, done.err
 
 
 def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tigon, checkpoint, tmp_path):

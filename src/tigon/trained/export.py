@@ -198,8 +198,9 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     tokenizer = load_tokenizer_of(trained)
     checked = _verification(trained, tokenizer, wanted.format) if wanted.verify is not False else None
     dtype = "bf16" if wanted.format is not None else wanted.dtype
-    # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16.
-    widens = trained.adapter is not None and dtype in ("fp32", "fp16")
+    # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16. In fp32
+    # a reader also has numbers in fp32 that no file holds, such as the factor of Gemma's embeddings.
+    widens = dtype == "fp32" or (trained.adapter is not None and dtype == "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
     if trained.adapter is not None:
         model = attached(model, trained.adapter)
