@@ -101,8 +101,10 @@ MODELS = (
     Model("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", ("qlora", "qlora-experts"), hybrid=True),
     Model("qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct", ("qlora",), hybrid=True),
     Model("kimi-linear-48b-a3b", "moonshotai/Kimi-Linear-48B-A3B-Instruct", ("qlora",), hybrid=True),
+    Model("gemma-4-e2b", "google/gemma-4-E2B-it", ("lora", "qlora"), least_gb=8),
     Model("gemma-4-e4b", "google/gemma-4-E4B-it", ("lora", "qlora"), least_gb=8),
     Model("gemma-4-12b", "google/gemma-4-12B-it", ("lora", "qlora"), least_gb=8),
+    Model("gemma-4-26b-a4b", "google/gemma-4-26B-A4B-it", ("lora", "qlora")),
     Model("gemma-4-31b", "google/gemma-4-31B-it", ("qlora",)),
     Model("glm-4.7-flash", "zai-org/GLM-4.7-Flash", ("lora", "qlora")),
 )
