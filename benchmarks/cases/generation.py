@@ -4,8 +4,9 @@
     python -m benchmarks generation --tiny           # a small model, also without a GPU
 
 The model has the shape of Qwen3-4B, random bf16 weights and LoRA of rank 16. Each of 8 prompts of 1,024 tokens gets 8
-completions of 256 tokens, which nothing ends early. The peak is what a line allocates beside the model, and `left_gib`
-what it keeps afterwards. The rollout's log-probabilities are compared with one forward pass over prompt and completion.
+completions of 256 tokens, which nothing ends early. Two lines write 512 completions that end early. One has adapters in
+fp32, under autocast. The peak is what a line allocates beside the model, and `left_gib` what it keeps afterwards. The
+rollout's log-probabilities are compared with one forward pass over prompt and completion.
 """
 
 from __future__ import annotations
@@ -132,6 +133,13 @@ def measure_all(bench: Bench) -> None:
         ]
     )
     bench.add("differences", {"mean_nats": errors.mean().item(), "largest_nats": errors.max().item()})
+    adapters = [weight for name, weight in model.named_parameters() if "lora_" in name]
+    for weight in adapters:
+        weight.data = weight.data.float()
+    with torch.autocast(bench.device.type, torch.bfloat16):
+        written(bench, "generator, patched layers, fp32 adapters under autocast", count, by_generator)
+    for weight in adapters:
+        weight.data = weight.data.bfloat16()
     undo.undo()
     config = transformers.GenerationConfig(max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, **SAMPLED)
     inner = model.get_base_model()

@@ -27,6 +27,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -117,8 +118,8 @@ def convolution(tokens: int, channels: int, documents: int, device: torch.device
         "tigon": lambda x, weight: op.call(x, weight, activation="silu", seq_idx=numbers)
     }
     if has_fla():
-        module, ends = importlib.import_module("fla.modules.causal_conv1d"), bounds_of(positions_1T)
-        ends = ends.long() if documents > 1 else None
+        module = importlib.import_module("fla.modules.causal_conv1d")
+        ends = bounds_of(positions_1T).long() if documents > 1 else None
         calls[FLA] = lambda x, weight: module.causal_conv1d(x, weight, activation="silu", cu_seqlens=ends)[0]
     if documents == 1:
         calls["PyTorch"] = lambda x, weight: F.silu(
@@ -170,7 +171,7 @@ def measured(problem: Problem, device: torch.device) -> dict[str, Any]:
         dy = torch.randn_like(problem.calls["tigon"](**problem.inputs))
     wide = {name: x.detach().double().requires_grad_() for name, x in problem.inputs.items()}
     exact = results(problem.truth, wide, dy.double())
-    calls = {name: lambda call=call: results(call, problem.inputs, dy) for name, call in problem.calls.items()}
+    calls = {name: partial(results, call, problem.inputs, dy) for name, call in problem.calls.items()}
     names = ("out", *(f"d{name}" for name in problem.inputs))
     errors = {name: dict(zip(names, map(relative_error, call(), exact), strict=True)) for name, call in calls.items()}
     about = {"op": problem.op, "problem": problem.name}

@@ -93,11 +93,13 @@ MODELS = (
     # transformers' sdpa cannot compute its attention sinks.
     Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora", "qlora", "qlora-experts"), attention="eager"),
     Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", ("lora", "lora-experts", "qlora", "qlora-experts")),
+    Model("qwen3.5-0.8b", "Qwen/Qwen3.5-0.8B", hybrid=True),
     Model("qwen3.5-4b", "Qwen/Qwen3.5-4B", hybrid=True, least_gb=8),
     Model("qwen3.5-9b", "Qwen/Qwen3.5-9B", hybrid=True, least_gb=8),
     Model("qwen3.5-27b", "Qwen/Qwen3.5-27B", ("qlora",), hybrid=True, least_gb=8),
     Model("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", ("qlora", "qlora-experts"), hybrid=True),
     Model("kimi-linear-48b-a3b", "moonshotai/Kimi-Linear-48B-A3B-Instruct", ("qlora",), hybrid=True),
+    Model("gemma-4-31b", "google/gemma-4-31B-it", ("qlora",)),
     Model("glm-4.7-flash", "zai-org/GLM-4.7-Flash", ("lora", "qlora")),
 )
 _ADAPTERS = "2.0e-4"

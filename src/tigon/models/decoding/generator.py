@@ -131,7 +131,8 @@ class _Writer:
             with self._noting_autocast():
                 goes_on = self._begin_waiting()
             # Accelerate's forward enters autocast by itself. Around all steps, each weight is cast once.
-            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            kind, dtype = self.device.type, self.autocast
+            with contextlib.nullcontext() if dtype is None else torch.autocast(kind, dtype):
                 while goes_on:
                     with attention_replaced(self.model, self._attend, _no_mask):
                         self._decode(goes_on)
