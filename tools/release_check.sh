@@ -1,6 +1,6 @@
 #!/bin/sh
-# Build the sdist and the wheel, check both, and use the wheel in fresh environments: with torch alone, then with the
-# packages of [train], then one environment for every other extra, in which `tigon train` runs what needs the extra.
+# Build the sdist and the wheel, check both, and use the wheel in fresh environments: with torch alone, with pydantic, with
+# the packages of [train], then one environment for every other extra, in which `tigon train` runs what needs the extra.
 # Called by `make release-check`; $1 is the folder for the environments.
 set -eu
 folder=$1
@@ -43,7 +43,8 @@ assert not {"transformers", "triton"} & set(sys.modules)
 print("imported with torch", torch.__version__, "alone, and ran one op")
 '
 
-step "tigon without its command line's packages"
+step "tigon with pydantic, which its wheel requires, and without its command line's packages"
+$pip install pydantic
 test "$("$fresh/tigon" --version)" = "tigon $version" || fail "tigon --version does not print tigon $version"
 status=0
 "$fresh/tigon" train recipe.yaml 2>stderr || status=$?

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 import tigon
 from benchmarks.harness import Bench, Case
 from tigon.models.decoding.generator import generate
-from tigon.models.decoding.rows import Limits
+from tigon.models.decoding.rows import MOST_ROWS, Limits
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.gpus import GIB
@@ -88,6 +89,22 @@ def difference(model: Any, prompt: list[int], tokens: list[int], logprobs: list[
     return (own.cpu() - torch.tensor(logprobs)).abs()
 
 
+def measure_refills(bench: Bench, model: Any, draw: torch.Generator) -> None:
+    """Twice as many completions as rows, of which most end early: all at once, and in parts of as many as rows."""
+    count, new_tokens = (6, 8) if bench.tiny else (2 * MOST_ROWS, 256)
+    vocab = model.config.vocab_size
+    prompts = [torch.randint(vocab, (128,), generator=draw).tolist() for _ in range(count)]
+    limits = Limits(new_tokens=new_tokens, ends=tuple(range(vocab // 64)))  # random weights: 64 tokens on average
+    half = count // 2
+
+    def tokens_of(*parts: list[list[int]]) -> int:
+        return sum(len(row) for part in parts for row in generate(model, part, limits, Sampling(seed=1)).tokens)
+
+    for name, parts in (("at once", [prompts]), ("in two halves", [prompts[:half], prompts[half:]])):
+        write = partial(tokens_of, *parts)
+        written(bench, f"generator, {count} completions {name}", write(), write)
+
+
 @torch.no_grad()  # type: ignore[untyped-decorator,unused-ignore]
 def measure_all(bench: Bench) -> None:
     n_prompts, per_prompt, prompt_tokens, new_tokens = TINY_SIZES if bench.tiny else SIZES
@@ -107,6 +124,7 @@ def measure_all(bench: Bench) -> None:
     completions = written(bench, "generator, patched layers", count, by_generator)
     one = Limits(new_tokens=new_tokens)
     written(bench, "generator, patched layers, 1 row", new_tokens, lambda: generate(model, asked[:1], one, Sampling()))
+    measure_refills(bench, model, draw)
     errors = torch.cat(
         [
             difference(model, asked[row], completions.tokens[row], completions.logprobs[row])
@@ -120,6 +138,8 @@ def measure_all(bench: Bench) -> None:
     ids = torch.tensor(asked, device=bench.device)
     by_transformers = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config}
     model.generate(input_ids=ids[:2, :8], attention_mask=torch.ones_like(ids[:2, :8]), max_new_tokens=2)
+    single = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "generation_config": config}
+    written(bench, "transformers, 1 row", new_tokens, lambda: model.generate(**single), warm_ups=0)
     written(bench, "transformers", count, lambda: model.generate(**by_transformers), warm_ups=0)
     if bench.gpu:
         config.eos_token_id = -1

@@ -240,6 +240,7 @@ class Trained:
 
     def __init__(self, model: Any, settings: Settings, ids_BT: torch.Tensor) -> None:
         self.device, self.ids_BT = ids_BT.device, ids_BT
+        self.inputs: dict[str, Any] = {}
         self.model = TECHNIQUES["lora"].model(model, settings, RunInfo())  # as `tigon train` adds them
         for name, parameter in self.model.named_parameters():
             if "lora_B" in name:
@@ -254,7 +255,7 @@ class Trained:
         learned = torch.tensor(self.ids_BT.numel() - len(self.ids_BT), device=self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.model(  # type: ignore[no-any-return]
-                input_ids=self.ids_BT, labels=self.ids_BT, num_items_in_batch=learned, use_cache=False
+                input_ids=self.ids_BT, labels=self.ids_BT, num_items_in_batch=learned, use_cache=False, **self.inputs
             ).loss
 
     def step(self, _number: int = 0) -> torch.Tensor:

@@ -1,17 +1,18 @@
 """Measure what rounding to 4 or 8 bits costs a trained model, and what quantisation-aware training recovers.
 
-    tigon train recipe.yaml --set output.name=plain
-    tigon train recipe.yaml --set output.name=qat --set train.qat=int4
-    python -m benchmarks qat --plain runs/plain --trained runs/qat --json RECORD
+    python -m benchmarks qat --model HuggingFaceTB/SmolLM2-135M-Instruct --json RECORD
     python -m benchmarks qat --tiny
 
-Each line is one `tigon export`, which transformers reads back. Its loss is that of Python's documentation beyond the
-first 0.35 MiB, which the runs must not have read.
+LoRA on Python's documentation is trained once without `train.qat` and once with each format. Each line is one
+`tigon export`, which transformers reads back. Its losses are those of documents beyond the first 0.35 MiB, which no run
+has read. The runs stay in the folder `--runs`. Finished runs there and lines of the record at --json are kept, so an
+interrupted measurement continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,37 @@ from benchmarks.cases.exports import small_model
 from benchmarks.harness import Bench, Case
 from tigon._quiet import quiet_loading
 from tigon.data.source import reading
+from tigon.techniques.qat.formats import FORMATS
+from tigon.techniques.qat.qat import KEY, NONE
 from tigon.trained import export, find
 from tigon.trained.load import load_tokenizer_of
+from tigon.trainer import run
 
 READ_MIB, ALL_MIB = 0.35, 0.5
-LENGTH, N_SEQUENCES = 128, 8
+LENGTH, N_SEQUENCES = 128, 16
+RECIPE = """\
+data: {source: python-docs, max_text_mib: 0.3, sequence_length: 64, eval_fraction: 0.05}
+train: {batch_size: 4, learning_rate: 0.001, precision: amp-bf16}
+lora: {rank: 16}
+"""
+
+
+def _train(model: str, steps: int, name: str, folder: Path) -> Path:
+    """Train with the weights rounded to a format, or with `none`, unless that is done. Returns the run's folder."""
+    if (done := folder / name / "summary.json").is_file():
+        return done.parent
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    keys = {
+        "model.name": model,
+        "output.folder": folder,
+        "output.name": name,
+        "output.sample_tokens": 0,
+        "train.report_to": "none",
+        "train.steps": steps,
+        KEY: name,
+    }
+    return run.train(recipe, [f"{key}={value}" for key, value in keys.items()])
 
 
 def _held_out(tokenizer: Any) -> torch.Tensor:
@@ -41,41 +68,41 @@ def _held_out(tokenizer: Any) -> torch.Tensor:
     return torch.tensor(ids).view(-1, LENGTH)
 
 
-def _loss(folder: Path, tokens: torch.Tensor) -> float:
-    """Nats per token, as transformers reads the folder."""
+def _losses(folder: Path, tokens: torch.Tensor) -> list[float]:
+    """Nats per token of each sequence, as transformers reads the folder."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     with torch.no_grad():
-        return float(sum(model(input_ids=row[None], labels=row[None]).loss.float() for row in tokens) / len(tokens))
+        return [float(model(input_ids=row[None], labels=row[None]).loss) for row in tokens]
 
 
 def _measure(bench: Bench) -> None:
     quiet_loading()
+    done = {(line["training"], line["format"]) for line in bench.resume("lines")}
     with tempfile.TemporaryDirectory() as scratch:
-        given = bench.given
-        if bench.tiny:
-            given.plain = given.trained = str(small_model("llama", Path(scratch) / "small"))
-        chosen = find.find(given.plain)
-        tokens = _held_out(load_tokenizer_of(chosen))[: 2 if bench.tiny else None]
-        for training, source, name in (("plain", given.plain, None), ("plain", given.plain, given.format),
-                                       ("train.qat", given.trained, given.format)):  # fmt: skip
-            trained = find.find(source)
-            target = Path(scratch) / f"{training}-{name}"
-            wanted = export.Export(
-                target=target, merge=trained.adapter is not None, format=name, dtype=None if name else "bf16",
-                verify=False,
-            )  # fmt: skip
-            export.export(trained, wanted)
-            size = (target / "model.safetensors").stat().st_size
-            line = {"training": training, "format": name or "bf16", "bytes": size, "loss": _loss(target, tokens)}
-            bench.add("lines", line)
+        folder = Path(scratch) if bench.tiny else bench.given.runs
+        folder.mkdir(parents=True, exist_ok=True)
+        model = str(small_model("llama", folder / "small")) if bench.tiny else bench.given.model
+        for trained, name in [(NONE, None), *((t, one) for one in bench.given.formats for t in (NONE, one))]:
+            if (trained, name or "bf16") in done:
+                continue
+            trained_run = find.find(str(_train(model, bench.given.steps, trained, folder)))
+            target = Path(scratch) / "exported"
+            wanted = export.Export(target, merge=True, format=name, dtype=None if name else "bf16", verify=False)
+            export.export(trained_run, wanted)
+            tokens = _held_out(load_tokenizer_of(trained_run))[: 2 if bench.tiny else None]
+            size, losses = (target / "model.safetensors").stat().st_size, _losses(target, tokens)
+            line = {"training": trained, "format": name or "bf16", "bytes": size, "loss": sum(losses) / len(losses)}
+            bench.add("lines", {**line, "losses": losses})
+            shutil.rmtree(target)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plain", metavar="RUN", help="a run without train.qat")
-    parser.add_argument("--trained", metavar="RUN", help="a run with train.qat")
-    parser.add_argument("--format", default="int4", help="the format of the exports")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a folder, or a hub id")
+    parser.add_argument("--runs", type=Path, default=Path("runs/qat"), metavar="FOLDER", help="default: runs/qat")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="default: all")
+    parser.add_argument("--steps", type=int, default=32, help="of each training (default: 32)")
 
 
 CASE = Case(measure=_measure, options=_options, packages=("compressed-tensors", "peft"), needs_gpu=False)

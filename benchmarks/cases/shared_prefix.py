@@ -5,12 +5,13 @@
 
 The model has the shape of Qwen3-4B, random bf16 weights and LoRA of rank 16 in fp32, tigon's layers and head, and
 activation checkpointing. A step is the forward passes, the loss, the backward pass and AdamW. Completions are random
-tokens, because generating them is another measurement.
+tokens, because generating them is another measurement. One more step of each row is profiled.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,8 @@ class Row:
 
 
 ROWS = (Row("GRPO", grpo, 8, 8), Row("GRPO", grpo, 8, 8, shortest=128), Row("GRPO", grpo, 1, 8), Row("DPO", dpo, 8, 2))
+LONGEST = 12
+"""Kernels that a profile names."""
 TINY_ROWS = (Row("GRPO", grpo, 2, 4, 64, 8, 16), Row("DPO", dpo, 2, 2, 64, 16, 16))
 
 
@@ -108,8 +111,30 @@ def measured(bench: Bench, row: Row, model: Any, batch: dict[str, Tensor]) -> di
 
     bench.free()
     timed = timing.time_steps(step, bench.device, steps=2)
-    line = {"seconds": round(timed.median_ms / 1e3, 3), "loss": timed.losses[-1]}
+    line = {"seconds": round(timed.median_ms / 1e3, 3), "loss": timed.losses[-1], **profiled(bench, step)}
     return line if timed.peak_bytes is None else {**line, "peak_gib": round(timed.peak_bytes / GIB, 2)}
+
+
+def profiled(bench: Bench, step: Callable[[int], Tensor]) -> dict[str, Any]:
+    """Of one more step: the seconds until the host has launched it, the kernels' sum, and the longest kernels in ms.
+
+    If the sum is far below the step's time, the GPU waits for the host.
+    """
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if bench.gpu else activity.CPU]) as profile:
+        begin = time.perf_counter()
+        step(0)
+        launched = time.perf_counter() - begin
+        if bench.gpu:
+            torch.cuda.synchronize()
+    field = "self_device_time_total" if bench.gpu else "self_cpu_time_total"
+    times = {event.key[:80]: getattr(event, field) / 1e3 for event in profile.key_averages()}
+    longest = sorted(times, key=times.__getitem__, reverse=True)[:LONGEST]
+    return {
+        "launched_s": round(launched, 3),
+        "kernels_s": round(sum(times.values()) / 1e3, 3),
+        "longest_ms": {name: round(times[name], 2) for name in longest},
+    }
 
 
 def measure(bench: Bench) -> None:

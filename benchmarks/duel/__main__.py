@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.duel.agreement import judged
 from benchmarks.duel.entries import ENTRIES, ORDER, TASKS, TINY_SIZES, Row, row_of
-from tigon.bench.record import save
+from tigon.bench.record import other_machine, save
 
 ROW_LIMIT_S = 240
 LEAST_S = {"unsloth": 110, "tigon": 70, "hf": 60, "liger": 60}
@@ -171,9 +171,8 @@ def same_environment(before: Record | None, now: Record) -> Record:
     Raises:
         SystemExit: the record was measured on another card or with other versions.
     """
-    for key in ("device", "versions"):
-        if before is not None and before[key] != now[key]:
-            raise SystemExit(f"the record has {key} {before[key]}, and here is {now[key]}; give another --json")
+    if before is not None and (other := other_machine(before, now)):
+        raise SystemExit("the record has {} {}, and here is {}; give another --json".format(*other))
     return now
 
 

@@ -20,40 +20,24 @@ from typing import Any
 
 import torch
 
+from tigon.models.loading.presets import PRESETS
+
 SEED = 20261127
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = ALPHA = 16
 _ROOM_BYTES = 40 << 30
-_SIZES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
-    },
-    "llama-3.2-3b": {
-        "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-        "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 _TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 
 
 def config(model: str, tiny: bool) -> Any:
     """The config of a model, or of a tiny one that ties its head if that model does."""
-    sizes = _SIZES[model]
-    if tiny:
-        sizes = {**_TINY, "tie_word_embeddings": sizes["tie_word_embeddings"]}
-    return importlib.import_module("transformers").LlamaConfig(
-        **sizes, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        rope_parameters={**_ROPE, "factor": 8.0 if model == "llama-3.1-8b" else 32.0},
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
+    shape = {**PRESETS[model], **(_TINY if tiny else {})}
+    return importlib.import_module("transformers").AutoConfig.for_model(
+        **shape, bos_token_id=1, eos_token_id=2, pad_token_id=0, architectures=["LlamaForCausalLM"]
+    )
 
 
 def folder_of(model: str, tiny: bool) -> Path:

@@ -27,14 +27,6 @@ BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name
 # --- parts of every block --------------------------------------------------------------------------------------------
 
 
-def not_measured(name: str) -> str:
-    """The text of a block without a record."""
-    return (
-        f"Not measured yet. `tigon sweep recipes/study/{name}.yaml` measures it; its results.json then goes to "
-        f"`benchmarks/results/GPU/study/{name}.json`."
-    )
-
-
 def dates(results: Results) -> list[str]:
     """The days on which the points were measured."""
     return list(results["environment"]["dates"]) if results["environment"] else []
@@ -397,8 +389,7 @@ def advice(records: Mapping[str, Results]) -> str:
         partial(_most, name="longest-sequence", axis=SEQUENCE, what="longest sequence in 24 GiB has {:,} tokens"),
         _fastest_technique,
     )
-    sentences = [line for line in (finding(records) for finding in findings) if line]
-    return _list(sentences) if sentences else "Not measured yet."
+    return _list(line for line in (finding(records) for finding in findings) if line)
 
 
 def _fused_head(records: Mapping[str, Results]) -> str | None:

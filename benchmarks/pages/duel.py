@@ -20,26 +20,20 @@ from tigon.report.table import markdown_table
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "beside-unsloth.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "duel" / "steps.json"
-NOT_MEASURED = "Not measured yet."
 SIZES = tuple("x".join(map(str, size)) for size in (SHORT, LONG))
 
 Record = Mapping[str, Any]
 Line = Mapping[str, Any]
 
 
-def load(path: Path = RECORD) -> Record | None:
-    """The record, or None if nothing was measured yet."""
-    if not path.exists():
-        return None
-    record: Record = json.loads(path.read_text(encoding="utf-8"))
+def load() -> Record:
+    record: Record = json.loads(RECORD.read_text(encoding="utf-8"))
     return record
 
 
-def lines(record: Record | None, task: str, size: str) -> list[Line]:
+def lines(record: Record, task: str, size: str) -> list[Line]:
     """The measured rows of a task and size, in the order of `ENTRIES`."""
-    found = (
-        [] if record is None else [one for one in record["measurements"] if (one["task"], one["size"]) == (task, size)]
-    )
+    found = [one for one in record["measurements"] if (one["task"], one["size"]) == (task, size)]
     return sorted(found, key=lambda one: [*ENTRIES].index(one["entry"]))
 
 
@@ -103,11 +97,9 @@ _CALLS = {
 }
 
 
-def table(record: Record | None, task: str, size: str) -> str:
+def table(record: Record, task: str, size: str) -> str:
     """Every row of a task and size, and why others are missing."""
     found = lines(record, task, size)
-    if record is None or not found:
-        return NOT_MEASURED
     rows = []
     for one in found:
         entry = ENTRIES[one["entry"]]
@@ -146,7 +138,7 @@ def _left_out(record: Record, task: str, size: str) -> Iterator[str]:
         yield from (f"- `{entry}` is left out: {reason}." for entry, reason in missing)
 
 
-def summary(record: Record | None) -> str:
+def summary(record: Record) -> str:
     """Per task and size: Unsloth's fastest row with its checkpointing, and tigon's fastest within its memory."""
     small_titles = ("", "Unsloth, its checkpointing", "tigon within Unsloth's memory", "")
     rows = []
@@ -160,17 +152,15 @@ def summary(record: Record | None) -> str:
             cells = [figures(small[0]), figures(small[1]), _ratio(*small), *map(figures, large), _ratio(*large)]
             rows.append([f"{TASKS[task].words}, {words_of(size)}", *cells])
     titles = (*small_titles, "Unsloth, most kept", "tigon, most kept", "")
-    return markdown_table(titles, rows, texts=(0,)) if rows else NOT_MEASURED
+    return markdown_table(titles, rows, texts=(0,))
 
 
 def _ratio(theirs: Line | None, ours: Line | None) -> str:
     return "–" if theirs is None or ours is None else f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f} x"
 
 
-def where(record: Record | None) -> str:
+def where(record: Record) -> str:
     """The card, the versions and the commits."""
-    if record is None:
-        return NOT_MEASURED
     versions = record["environment"]["versions"]
     named = ("torch", "triton", "transformers", "peft", "trl", "bitsandbytes", "liger-kernel", "unsloth")
     commits = sorted({str(one["tigon_commit"])[:7] for one in record["measurements"]})
@@ -186,7 +176,7 @@ def where(record: Record | None) -> str:
     )
 
 
-def parts(record: Record | None) -> Mapping[str, Callable[[], str]]:
+def parts(record: Record) -> Mapping[str, Callable[[], str]]:
     """The parts of the page by the names of their markers."""
     found: dict[str, Callable[[], str]] = {"summary": lambda: summary(record), "where": lambda: where(record)}
     for task in TASKS:
@@ -195,7 +185,7 @@ def parts(record: Record | None) -> Mapping[str, Callable[[], str]]:
     return found
 
 
-def written(text: str, record: Record | None) -> str:
+def written(text: str, record: Record) -> str:
     """`text` of the page with its parts written again."""
     return regions.written(text, "duel", parts(record), DOCUMENT)
 
@@ -206,7 +196,7 @@ Bar = tuple[str, str, Line]
 """Label, class, row."""
 
 
-def bars(record: Record | None) -> list[Bar]:
+def bars(record: Record) -> list[Bar]:
     """QLoRA at the short size: what the front page's picture shows."""
     found = lines(record, "qlora", SIZES[0])
     by_entry = {one["entry"]: one for one in found}
@@ -223,7 +213,7 @@ def bars(record: Record | None) -> list[Bar]:
     return [(label, shade, line) for label, shade, line in chosen if line is not None]
 
 
-def front_rows(record: Record | None) -> Iterator[list[str]]:
+def front_rows(record: Record) -> Iterator[list[str]]:
     """Cells of README's table: the experiment, Hugging Face, Liger, Unsloth and tigon."""
     for task in TASKS:
         for size in SIZES:

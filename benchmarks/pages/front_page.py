@@ -70,10 +70,10 @@ Bar = tuple[str, str, float]
 """Label, class, value."""
 
 
-def picture(record: duel.Record | None) -> str:
+def picture(record: duel.Record) -> str:
     """Groups of bars: speed and memory of QLoRA beside Unsloth, and the speed of full fine-tuning.
 
-    record: the one of `benchmarks.duel`. Without it the picture has the last group only.
+    record: the one of `benchmarks.duel`.
     """
     short = f"QLoRA of Llama 3.1 8B, {duel.words_of(duel.SIZES[0])}, one H100"
     beside = duel.bars(record)
@@ -89,8 +89,7 @@ def picture(record: duel.Record | None) -> str:
     parts: list[str] = []
     y = 2
     for title, bars, form in groups:
-        if bars:
-            y = _group(parts, y + 22, title, bars, form)
+        y = _group(parts, y + 22, title, bars, form)
     if duel.most_kept(duel.lines(record, "qlora", duel.SIZES[0])) is not None:
         note = "* Keeps most activations that 80 GB hold, as tigon in 24 GiB does there. Others recompute all layers."
         parts.append(f'<text class="note" x="10" y="{y + 14}">{escape(note)}</text>')
@@ -120,10 +119,9 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar], form: str)
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-def measured(record: duel.Record | None) -> str:
+def measured(record: duel.Record) -> str:
     """The table of the four, one row per experiment of the records. record: the one of `benchmarks.duel`."""
-    versions = {} if record is None else record["environment"]["versions"]
-    unsloth = f"Unsloth {versions['unsloth']}" if versions else "Unsloth"
+    unsloth = f"Unsloth {record['environment']['versions']['unsloth']}"
     rows = list(duel.front_rows(record))
     for model, name in PAPER_MODELS.items():
         unpatched, liger, tigon = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
@@ -215,7 +213,7 @@ def _gains_of_lora(path: Path) -> dict[tuple[str, str], float]:
     return {case: of["tigon"]["tokens_per_s"] / of["peft"]["tokens_per_s"] for case, of in speeds.items()}
 
 
-def written(text: str, record: duel.Record | None) -> str:
+def written(text: str, record: duel.Record) -> str:
     """README.md with the parts between their markers written again."""
     parts: Mapping[str, Callable[[], str]] = {"measured": lambda: measured(record), "gains": gains, "fits": fits}
     return regions.written(text, "front", parts, DOCUMENT)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import regions
+from benchmarks.pages.small_data import where
 from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "post-training-ops.md"
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "accuracy" / "heads.json"
-NO_RECORD = "*Not measured on a GPU yet.*"
 _DTYPE = "bf16"
 
 
@@ -64,20 +64,12 @@ def times(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(titles, shown, texts=(0,))
 
 
-def where(record: Mapping[str, Any]) -> str:
-    """The sentence that says where and with what the record was measured."""
-    environment = record["environment"]
-    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("torch", "triton"))
-    commit, date = environment["tigon_commit"][:7], environment["date"]
-    return f"*On one {environment['device']}: {versions}, commit {commit}, {date}.*"
-
-
 def written(text: str) -> str:
-    """`text` with the tables of the record between their markers, or with `NO_RECORD`."""
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else None
+    """`text` with the tables of the record between their markers."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
 
     def part(table: Any, field: str) -> str:
-        return NO_RECORD if record is None else f"{table(record[field])}\n\n{where(record)}"
+        return f"{table(record[field])}\n\n{where(record, ('torch', 'triton'))}"
 
     parts = {"errors": lambda: part(errors, "errors"), "times": lambda: part(times, "times")}
     return regions.written(text, "head accuracy", parts, DOCUMENT)

@@ -1,21 +1,18 @@
 """The measured part of docs/medusa.md, from the records: `python -m benchmarks.pages.medusa`.
 
 A record is the results.json of `tigon sweep recipes/medusa/context.sweep.yaml` (or two-gpus.sweep.yaml), kept as
-benchmarks/results/GPU/medusa/NAME.json. Between its markers the page gets the record's machine, a chart and a table;
-without a record it says that nothing was measured.
+benchmarks/results/GPU/medusa/NAME.json. Between its markers the page gets the record's machine, a chart and a table.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import regions
-from benchmarks.pages.study import predicted_anew
-from benchmarks.pages.sweep_accuracy import predictions_path
+from benchmarks.pages.study import load
 from tigon.report.chart import new_figure, svg
 from tigon.report.table import markdown_table
 
@@ -25,26 +22,12 @@ NAMES = ("medusa", "medusa-two-gpus")
 AXIS = "data.sequence_length"
 GIB = 1 << 30
 COLOURS = {"eager": "#6b7280", "fused": "#c2410c"}
-NOT_MEASURED = "Not measured yet."
 
 Record = Mapping[str, Any]
 
 
 def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name} -->", f"<!-- /{name} -->"
-
-
-def load(root: Path) -> dict[str, dict[str, Record]]:
-    """GPU -> record name -> record."""
-    loaded: dict[str, dict[str, Record]] = {}
-    for file in sorted(root.glob("*/medusa/*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if record.get("name") != file.stem or file.stem not in NAMES:
-            raise SystemExit(
-                f"{file} is not the results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
-            )
-        loaded.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in loaded.items()}
 
 
 def points(record: Record) -> dict[tuple[str, int], Record]:
@@ -154,7 +137,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Pa
         drawn[image] = chart(own[name], name) + "\n"
         shown = f"![peak memory and tokens/s over the sequence length]({image.as_posix()})"
         parts += [machine(own[name]), shown, longest(own[name]), table(own[name])]
-    return "\n\n".join(parts) or NOT_MEASURED
+    return "\n\n".join(parts)
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, dict[Path, str]]:
@@ -207,7 +190,7 @@ def step_bytes(count: int, fused: bool) -> int:
 def main(arguments: Sequence[str]) -> None:
     if arguments:
         raise SystemExit("benchmarks.pages.medusa takes no arguments")
-    text, drawn = page(DOCUMENT.read_text(encoding="utf-8"), load(RECORDS))
+    text, drawn = page(DOCUMENT.read_text(encoding="utf-8"), load(RECORDS, "medusa"))
     text = regions.put(text, *markers("counted"), counted())
     for path, chart_svg in drawn.items():
         target = DOCUMENT.parent / path

@@ -8,6 +8,8 @@ A recipe is named by the smallest class of GPU memory that it fits. A GPU of the
 memory stands for each class. A larger class gets another recipe if its memory allows one that changes the numbers less,
 that recomputes no layer, or that keeps no layer on the host. A step has 16 rows of 2,048 tokens, one at a time. QLoRA
 keeps frozen layers in memory of the host if nothing else fits. No other recipe uses memory of the host.
+
+Hybrid models are planned with the kernels of flash-linear-attention, which must be installed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.pages import regions
 from tigon.cli.plan_request import Flags, problem_of
+from tigon.models.hybrid_layers import DELTA_RULE, found_libraries
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search import space
@@ -66,6 +70,8 @@ class Model:
     """The value of `model.attention`."""
     least_gb: int = 12
     """The smallest class that is tried."""
+    hybrid: bool = False
+    """Whether its plan counts on flash-linear-attention."""
 
 
 MODELS = (
@@ -87,6 +93,12 @@ MODELS = (
     # transformers' sdpa cannot compute its attention sinks.
     Model("gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", ("lora", "qlora", "qlora-experts"), attention="eager"),
     Model("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", ("lora", "lora-experts", "qlora", "qlora-experts")),
+    Model("qwen3.5-4b", "Qwen/Qwen3.5-4B", hybrid=True, least_gb=8),
+    Model("qwen3.5-9b", "Qwen/Qwen3.5-9B", hybrid=True, least_gb=8),
+    Model("qwen3.5-27b", "Qwen/Qwen3.5-27B", ("qlora",), hybrid=True, least_gb=8),
+    Model("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", ("qlora", "qlora-experts"), hybrid=True),
+    Model("kimi-linear-48b-a3b", "moonshotai/Kimi-Linear-48B-A3B-Instruct", ("qlora",), hybrid=True),
+    Model("glm-4.7-flash", "zai-org/GLM-4.7-Flash", ("lora", "qlora")),
 )
 _ADAPTERS = "2.0e-4"
 LEARNING_RATES: Mapping[str, str] = {
@@ -181,6 +193,8 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
     lines = [
         f"# {TITLES[method]} of {model.hub_id} on a GPU with {gb} GB; docs/model-recipes.md has the plan.",
         "# The text is what every Python carries, to try the recipe; name your own rows.",
+        *["# The plan counts on `pip install flash-linear-attention`; without it the run is slow, and says so."]
+        * model.hybrid,
         "#",
         f"#     tigon train {path} --set data.source=rows.jsonl",
         "model:", f"  name: {model.hub_id}", *(f"  attention: {a}" for a in [model.attention] if a != "sdpa"),
@@ -201,16 +215,6 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    titles = (
-        "recipe",
-        "GPU of the plan",
-        "needs (GiB)",
-        "of (GiB)",
-        "host (GiB)",
-        "micro-batch",
-        "tokens/s",
-        "changes",
-    )
     shown = []
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
@@ -222,6 +226,8 @@ def table(rows: list[Row]) -> str:
         sizes = [f"{nbytes / GIB:.1f}" for nbytes in (result.device_bytes, gpu.memory_bytes)]
         host = f"{result.host_bytes / GIB:.1f}" if result.host_bytes else "–"
         shown.append([link, gpu.name, *sizes, host, split, f"{result.tokens_per_s:,.0f}", changes])
+    memory = ("needs (GiB)", "of (GiB)", "host (GiB)")
+    titles = ("recipe", "GPU of the plan", *memory, "micro-batch", "tokens/s", "changes")
     return markdown_table(titles, shown, texts=(0, 1, 5, 7))
 
 
@@ -233,11 +239,18 @@ def recipe_files() -> Iterator[tuple[Model, str, Path]]:
                 yield model, method, path
 
 
-def write_table(rows: list[Row]) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
+def in_page() -> dict[str, str]:
+    """The lines of the page's table by recipe."""
+    lines = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines()
+    return {found[1]: line for line in lines if (found := re.match(r"\| \[[^]]+\]\(\.\./([^)]+)\)", line))}
+
+
+def write_table(new: Mapping[Path, Row]) -> None:
+    """Write the lines of `new` into the page's table, and leave those of other recipes as they are."""
+    old = in_page()
+    heading, rule, *_ = table([]).splitlines()
+    lines = [table([new[path]]).splitlines()[2] if path in new else old[str(path)] for _, _, path in recipe_files()]
+    regions.write_between("\n".join([heading, rule, *lines]), PAGE, begin=BEGIN, end=END)
 
 
 def main() -> None:
@@ -245,6 +258,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="choose recipes again only for models whose name contains this")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a new plan differs")
     arguments = parser.parse_args()
+    hybrids = any(model.hybrid and arguments.only in model.name for model in MODELS)
+    if hybrids and DELTA_RULE.library not in found_libraries():
+        parser.error("hybrid models are planned with flash-linear-attention; pip install flash-linear-attention")
     new: dict[Path, Row] = {}
     for model in MODELS if not arguments.check else ():
         for method in model.methods if arguments.only in model.name else ():
@@ -258,12 +274,12 @@ def main() -> None:
                 row.path.write_text(text(model, method, row.gb, row.option.request), encoding="utf-8")
                 new[row.path] = row
                 print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
-    rows = [new.get(path) or replanned(model, method, path) for model, method, path in recipe_files()]
-    if not arguments.check:
-        write_table(rows)
-    elif table(rows) not in PAGE.read_text(encoding="utf-8"):
-        print(table(rows))
-        sys.exit(1)
+            write_table(new)
+    if arguments.check:
+        shown = table([replanned(model, method, path) for model, method, path in recipe_files()])
+        if shown not in PAGE.read_text(encoding="utf-8"):
+            print(shown)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. A page
 shows the record's machine, charts, tables and findings between its markers, with figures that others published beside
-them. A block without a record says that it was not measured.
+them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- study: {name} -->", f"<!-- /study: {name} -->"
 
 
-def load(root: Path) -> dict[str, dict[str, Results]]:
-    """GPU folder -> record name -> record. Raises UsageError for a file that is not a record."""
+def load(root: Path, folder: str = "study") -> dict[str, dict[str, Results]]:
+    """GPU -> record name -> record of a folder. Raises UsageError for a file that is not a record."""
     loaded: dict[str, dict[str, Results]] = {}
-    for file in sorted(root.glob("*/study/*.json")):
+    for file in sorted(root.glob(f"*/{folder}/*.json")):
         try:
             record = json.loads(read_text(file))
             if record["schema"] != SCHEMA or record["name"] != file.stem:
@@ -72,7 +72,7 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
 def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
     """The records with the planner's current predictions (benchmarks/pages/sweep_accuracy.py) instead of those made
     when the points were measured. Raises UsageError if `file` holds no predictions."""
-    if not file.exists():
+    if not file.exists():  # nothing was predicted again for this GPU
         return dict(records)
     try:
         cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
@@ -109,7 +109,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Results]]) -> str:
         if name in own:
             images = [f"![{chart}]({IMAGES}/{gpu}/{name}/{chart}.svg)" for chart in charts.names(own[name])]
             parts.append("\n\n".join([blocks.provenance(own[name]), *images, BLOCKS[name](own[name])]))
-    return "\n\n".join(parts) or blocks.not_measured(name)
+    return "\n\n".join(parts)
 
 
 def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:

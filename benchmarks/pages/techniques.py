@@ -17,6 +17,7 @@ from typing import Any
 
 from tigon.planner.simulate.optimizer_cost import COSTS, FP32, Parameter
 from tigon.recipe.keys import Recipe
+from tigon.report.table import markdown_table
 from tigon.techniques import EXCLUSIONS, TECHNIQUES
 from tigon.techniques.condition import yaml_word
 from tigon.techniques.keys.settings import Settings
@@ -176,18 +177,16 @@ def bytes_per_parameter(name: str) -> float:
 
 def optimizer_table(written: Mapping[str, list[str]]) -> str:
     """The table of optimizers. Of a row's cells, the algorithm is written by hand."""
-    lines = [
-        "| `train.optimizer` | algorithm | bytes of state per parameter | effect on the result | needs |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for name, row in OPTIMIZERS.items():
         algorithm, _, effect, _ = written[name]
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
         effect = row.effect_on_result or effect
-        lines.append(f"| `{name}` | {algorithm} | {bytes_per_parameter(name):.3g} | {effect} | {needs} |")
+        lines.append((f"`{name}`", algorithm, f"{bytes_per_parameter(name):.3g}", effect, needs))
+    titles = ("`train.optimizer`", "algorithm", "bytes of state per parameter", "effect on the result", "needs")
     notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
     note = "Bytes per parameter are those of a 4096 x 4096 fp32 matrix, with rank 128 for GaLore."
-    return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])
+    return "\n".join([markdown_table(titles, lines), "", note, *(["", "Measured:", "", *notes] if notes else [])])
 
 
 def refused(names: Iterable[str]) -> str:
@@ -209,18 +208,15 @@ def refused(names: Iterable[str]) -> str:
 
 
 def exclusion_table() -> str:
-    lines = ["| these together | are refused, because | instead | source |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        when = " and ".join(map(str, row.when))
-        lines.append(f"| {when} | {row.reason} | {row.instead} | {row.source} |")
-    return "\n".join(lines)
+    rows = ((" and ".join(map(str, row.when)), row.reason, row.instead, row.source) for row in EXCLUSIONS)
+    return markdown_table(("these together", "are refused, because", "instead", "source"), rows)
 
 
 def overview(texts: Mapping[str, str]) -> str:
     """The tables of the README. texts: page -> its text."""
     said = {name: (page, words) for page, text in texts.items() for name, words in sections(text).items()}
     algorithms = rows(texts.get(OPTIMIZER_PAGE, ""))
-    listed = ["| technique | saves | costs |", "|---|---|---|"]
+    listed = []
     for name in TECHNIQUES:
         if name in OPTIMIZERS:
             baseline = "the baseline" if name == "adamw" else "AdamW: 8"
@@ -229,8 +225,8 @@ def overview(texts: Mapping[str, str]) -> str:
         else:
             page, words = said[name]
             saves, costs = words["Saves"], words["Costs"]
-        listed.append(f"| [`{name}`]({page}.md) | {saves} | {costs} |")
-    return "\n".join(listed)
+        listed.append((f"[`{name}`]({page}.md)", saves, costs))
+    return markdown_table(("technique", "saves", "costs"), listed)
 
 
 def generated(page: str, texts: Mapping[str, str]) -> str:

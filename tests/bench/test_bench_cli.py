@@ -124,7 +124,7 @@ def test_resumed_run_measures_only_missing_rows_with_the_same_versions(bench, tm
     run = again
     monkeypatch.setattr(record, "_PACKAGES", ("triton",))
     code, _, err = bench(*QUICK, "--op", "rms_norm", "--json", path, "--resume")
-    assert code == 2 and "has versions" in err and load(path) == run
+    assert code == 2 and "has transformers" in err and load(path) == run
     code, _, err = bench(*QUICK, "--resume")
     assert code == 2 and "--resume requires --json FILE" in err
 

@@ -94,6 +94,16 @@ def test_small_case_runs_on_a_cpu(tmp_path):
     assert len(errors) == 12 and all(line["within_the_rule"] for line in errors)
 
 
+def test_ops_of_hybrid_models_are_measured_beside_pytorch(tmp_path):
+    path = tmp_path / "hybrid-ops.json"
+    main(["hybrid-ops", "--tiny", "--part", "ops", "--json", str(path)])
+    lines = json.loads(path.read_text(encoding="utf-8"))["ops"]
+    assert [line["op"] for line in lines] == [*["causal_conv1d"] * 2, "gated_rms_norm", *["topk_sigmoid"] * 2]
+    for line in lines:
+        assert max(line["errors"]["tigon"].values()) < 0.01
+        assert ("PyTorch" in line["median_ms"]) == ("4 documents" not in line["problem"])
+
+
 def test_layers_on_the_host_are_compared_with_resident_ones(tmp_path, monkeypatch):
     """If a copy does not arrive, the case shows it."""
     pytest.importorskip("peft")

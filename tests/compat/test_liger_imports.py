@@ -297,9 +297,9 @@ print(loss.dtype, torch.allclose(loss, plain, rtol=2e-2) if loss.dtype == plain.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--loss-dtype",), "--loss-dtype needs a value"),
+        (("--loss-dtype",), "--loss-dtype: expected one argument"),
         (("--loss-dtype", "bf16", "there.py"), "loss_dtype='bf16' is not known; choose one of fp32, logits, liger"),
-        (("--loss-type", "fp32", "there.py"), "no such file: --loss-type"),
+        (("--loss-type", "fp32", "there.py"), "unrecognized arguments: --loss-type"),
     ],
 )
 def test_wrong_loss_dtype_is_refused_in_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:

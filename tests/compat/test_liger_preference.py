@@ -1,8 +1,7 @@
-"""Liger's DPO, CPO, SimPO, ORPO and KTO against dense formulas: losses, all results, and gradients."""
+"""Liger's DPO, CPO, SimPO, ORPO and KTO against dense log-probabilities: losses, all results, and gradients."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from dense_losses import H, Inputs, T, V, compare, draw, inputs, largest_temporary, logits_of, results, token_logps
 from torch import Tensor
 
+from tigon import losses
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.losses import preference as modules
 from tigon.compat.liger.losses.kto import LigerFusedLinearKTOLoss, liger_fused_linear_kto
@@ -33,37 +33,8 @@ def mean_logits(data: Inputs) -> tuple[Tensor, Tensor]:
     return logits[:PAIRS].mean(), logits[PAIRS:].mean()
 
 
-def log_sigmoid(x: Tensor) -> Tensor:
-    return -torch.log1p(torch.exp(-x))
-
-
 def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
-
-
-def pair_loss(kind: str, w: Tensor, ell: Tensor, e: float) -> Tensor:
-    """The loss of one pair from its log-ratios."""
-    m = BETA * (w - ell)
-    if kind == "sigmoid":
-        return -(1 - e) * log_sigmoid(m) - e * log_sigmoid(-m)
-    if kind == "hinge":
-        return (1 - m).clamp(min=0)
-    if kind == "exo_pair":
-        return sigmoid(m) * (log_sigmoid(m) - math.log(1 - e)) + sigmoid(-m) * (log_sigmoid(-m) - math.log(e))
-    if kind == "nca_pair":
-        return -log_sigmoid(BETA * w) - (log_sigmoid(-BETA * w) + log_sigmoid(-BETA * ell)) / 2
-    if kind == "robust":
-        return (e * log_sigmoid(-m) - (1 - e) * log_sigmoid(m)) / (1 - 2 * e)
-    if kind == "bco_pair":
-        return -log_sigmoid(BETA * w) - log_sigmoid(-BETA * ell)
-    if kind == "sppo_hard":
-        return (w - 1 / (2 * BETA)) ** 2 + (ell + 1 / (2 * BETA)) ** 2
-    if kind == "apo_zero":
-        return 1 - sigmoid(BETA * w) + sigmoid(BETA * ell)
-    if kind == "apo_down":
-        return sigmoid(BETA * w) + 1 - sigmoid(BETA * (w - ell))
-    gate = sigmoid(m / TAU)
-    return -log_sigmoid(m) * (1 - gate) + torch.exp(-m) * gate
 
 
 def nll_of(data: Inputs, labels: Tensor, ignore_index: int) -> Tensor:
@@ -71,22 +42,25 @@ def nll_of(data: Inputs, labels: Tensor, ignore_index: int) -> Tensor:
     return -token_logps(data, labels, ignore_index)[:PAIRS].sum() / (chosen != ignore_index).sum()
 
 
-def rewards(chosen: list[Tensor], rejected: list[Tensor], beta: float) -> tuple[Tensor, Tensor]:
-    return beta * torch.stack(chosen).detach(), beta * torch.stack(rejected).detach()
-
-
-def dense_dpo(data: Inputs, ref: Inputs | None, kind: str, *, average: bool, nll: bool, ignore: int, e: float) -> Any:
-    logps = sequence(data, data.labels, ignore, average)
-    before = [torch.zeros(())] * len(logps) if ref is None else sequence(ref, data.labels, ignore, average)
-    ratios = [a - b.detach() for a, b in zip(logps, before, strict=True)]
-    chosen, rejected = ratios[:PAIRS], ratios[PAIRS:]
-    loss = torch.stack([pair_loss(kind, w, ell, e) for w, ell in zip(chosen, rejected, strict=True)]).mean()
-    likelihood = nll_of(data, data.labels, ignore) if nll else torch.zeros((), dtype=loss.dtype)
+def returned(data: Inputs, pairs: Any, logps: list[Tensor], nll: Tensor, alpha: float = ALPHA) -> tuple[Tensor, ...]:
+    """What Liger returns of a loss per pair, whose formula tests/losses proves."""
     values = torch.stack(logps).detach()
     return (
-        loss + ALPHA * likelihood, values[:PAIRS], values[PAIRS:], *mean_logits(data), likelihood,
-        *rewards(chosen, rejected, BETA),
+        pairs.loss.mean() + alpha * nll, values[:PAIRS], values[PAIRS:], *mean_logits(data), nll,
+        pairs.chosen_rewards, pairs.rejected_rewards,
     )  # fmt: skip
+
+
+def dense_dpo(data: Inputs, ref: Inputs | None, kind: Any, *, average: bool, nll: bool, ignore: int, e: float) -> Any:
+    logps = sequence(data, data.labels, ignore, average)
+    theirs = None if ref is None else torch.stack(sequence(ref, data.labels, ignore, average)).to(data.hidden)
+    before = () if theirs is None else theirs.split(PAIRS)
+    pairs = losses.dpo(
+        *torch.stack(logps).split(PAIRS), *before, loss_type=kind, beta=BETA, label_smoothing=e, discopop_tau=TAU,
+        reference_free=ref is None,
+    )  # fmt: skip
+    likelihood = nll_of(data, data.labels, ignore) if nll else torch.zeros((), dtype=pairs.loss.dtype)
+    return returned(data, pairs, logps, likelihood)
 
 
 @pytest.mark.parametrize("kind", DPO_LOSS_TYPES)
@@ -130,15 +104,9 @@ def test_simpo_is_the_formula(e: float, bias: bool, nll: bool) -> None:
 
     def formula(d: Inputs) -> Any:
         logps = sequence(d, d.labels, -100, True)
-        chosen, rejected = logps[:PAIRS], logps[PAIRS:]
-        margins = [beta * (w - ell) - gamma for w, ell in zip(chosen, rejected, strict=True)]
-        total = torch.stack([-(1 - e) * log_sigmoid(m) - e * log_sigmoid(-m) for m in margins]).mean()
-        likelihood = nll_of(d, d.labels, -100) if nll else torch.zeros((), dtype=total.dtype)
-        values = torch.stack(logps).detach()
-        return (
-            total + ALPHA * likelihood, values[:PAIRS], values[PAIRS:], *mean_logits(d), likelihood,
-            *rewards(chosen, rejected, beta),
-        )  # fmt: skip
+        pairs = losses.simpo(*torch.stack(logps).split(PAIRS), beta=beta, gamma=gamma, label_smoothing=e)
+        likelihood = nll_of(d, d.labels, -100) if nll else torch.zeros((), dtype=pairs.loss.dtype)
+        return returned(d, pairs, logps, likelihood)
 
     compare(lambda d: loss(d.weight, d.hidden, d.labels, d.bias), formula, inputs(2 * PAIRS, bias=bias))
 
@@ -153,19 +121,9 @@ def test_orpo_is_the_formula(bias: bool, nll: bool, other_target: bool) -> None:
 
     def formula(d: Inputs) -> Any:
         logps = sequence(d, d.labels, -100, True)
-        chosen, rejected = logps[:PAIRS], logps[PAIRS:]
-        odds = torch.stack([
-            torch.log(torch.exp(w) / (1 - torch.exp(w))) - torch.log(torch.exp(ell) / (1 - torch.exp(ell)))
-            for w, ell in zip(chosen, rejected, strict=True)
-        ])  # fmt: skip
-        likelihood = odds.new_zeros(())
-        if nll:
-            likelihood = nll_of(d, d.labels if other is None else other, -100)
-        values = torch.stack(logps).detach()
-        return (
-            likelihood - BETA * log_sigmoid(odds).mean(), values[:PAIRS], values[PAIRS:], *mean_logits(d), likelihood,
-            *rewards(chosen, rejected, BETA), log_sigmoid(odds).mean(), odds.mean(),
-        )  # fmt: skip
+        pairs = losses.orpo(*torch.stack(logps).split(PAIRS), beta=BETA)
+        likelihood = nll_of(d, d.labels if other is None else other, -100) if nll else pairs.loss.new_zeros(())
+        return *returned(d, pairs, logps, likelihood, 1.0), pairs.log_odds_ratio.mean(), pairs.log_odds.mean()
 
     compare(lambda d: loss(d.weight, d.hidden, d.labels, d.bias, other), formula, data)
 

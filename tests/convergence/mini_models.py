@@ -42,6 +42,20 @@ MINI_MODELS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
     },
+    # Hybrids: a gated delta rule, one with a gate per channel beside a router of sigmoids, and Mamba 2.
+    "qwen3_5_text": {
+        **_SIZES, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "kimi_linear": {
+        **_SIZES, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 4, "n_shared_experts": 1,
+        "moe_intermediate_size": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "falcon_h1": {
+        **_SIZES, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "mamba_chunk_size": 8, "mamba_rms_norm": True,
+    },
     "qwen2": dict(_SIZES),
     "qwen3": {**_SIZES, "head_dim": 16},
     "gemma2": {**_SIZES, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},

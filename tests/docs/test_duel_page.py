@@ -13,7 +13,7 @@ def test_summary_compares_at_the_memory_of_unsloths_fastest_row() -> None:
     assert line.startswith("| QLoRA of Llama 3.1 8B, 4 x 2,048 tokens | 500 (8.00 GiB) | 600 (7.00 GiB) | 1.20 x |")
     assert line.endswith("| 800 (30.00 GiB) | 900 (40.00 GiB) | 1.12 x |")
     record["measurements"] = [one for one in record["measurements"] if one["entry"] != "tigon-offload"]
-    assert duel.summary(record) == duel.NOT_MEASURED
+    assert len(duel.summary(record).splitlines()) == 2, "without tigon's row there is nothing to compare"
 
 
 def test_table_shows_rows_that_agree_and_says_why_others_are_missing() -> None:
@@ -26,7 +26,6 @@ def test_table_shows_rows_that_agree_and_says_why_others_are_missing() -> None:
     assert '`tigon.plan` with `memory="24GiB"` | 700 | 20.00 | 3.0000, 2.0000 |' in shown
     assert "- `liger` is left out: the loss of step 0 is 9." in shown and "9999" not in shown and "9,999" not in shown
     assert "- `hf-trl` is left out: out of memory." in shown
-    assert duel.table(record, "full", "4x2048") == duel.table(None, "qlora", "4x2048") == duel.NOT_MEASURED
 
 
 def test_page_names_the_card_the_versions_and_the_time() -> None:
@@ -52,7 +51,6 @@ def test_front_page_has_a_row_per_task_that_was_measured() -> None:
             "900 (40.00 GiB)",
         ],
     ]
-    assert [*duel.front_rows(None)] == []
 
 
 def test_picture_shows_rows_that_keep_most_only_in_pairs() -> None:
@@ -64,4 +62,3 @@ def test_picture_shows_rows_that_keep_most_only_in_pairs() -> None:
     ]  # fmt: skip
     record["measurements"] = [one for one in record["measurements"] if one["entry"] != "unsloth-none"]
     assert [label for label, _, _ in duel.bars(record)][-1] == "tigon, 24 GiB", "tigon's has nothing to stand beside"
-    assert duel.bars(None) == []

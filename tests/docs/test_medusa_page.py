@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tigon.errors import UsageError
-
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[2]
@@ -55,23 +53,9 @@ def test_block_shows_the_figures_of_the_record(tool: Any) -> None:
     assert chart.startswith("<svg") and "peak memory (GiB)" in chart and "tokens/s" in chart
 
 
-def test_block_without_a_record_says_not_measured(tool: Any) -> None:
-    assert tool.block("medusa", {}, {}) == "Not measured yet."
-    with pytest.raises(UsageError, match="no lines <!-- medusa -->"):
-        tool.page("nothing", {})
-
-
-def test_record_of_another_sweep_is_refused(tool: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "gpu" / "medusa"
-    folder.mkdir(parents=True)
-    (folder / "medusa.json").write_text('{"name": "quick"}')
-    with pytest.raises(SystemExit, match=r"not the results\.json of the sweep medusa"):
-        tool.load(tmp_path)
-
-
 def test_committed_page_matches_the_committed_records(tool: Any) -> None:
     text = tool.DOCUMENT.read_text(encoding="utf-8")
-    new, drawn = tool.page(text, tool.load(tool.RECORDS))
+    new, drawn = tool.page(text, tool.load(tool.RECORDS, "medusa"))
     assert new == text, "run python -m benchmarks.pages.medusa"
     for path, svg in drawn.items():
         assert (tool.DOCUMENT.parent / path).read_text(encoding="utf-8") == svg

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -52,17 +53,53 @@ def test_trainer_trains_on_the_completions_of_transformers(kind: str, adapters: 
         assert not ours[:, width:].any() and not theirs[:, width:].any(), "only padding is longer"
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["tigon's head", "TRL's head"])
-@pytest.mark.parametrize("policy", ["llama", "gemma2"])
-def test_difference_from_the_trainers_logprobs_is_rounding(fused: bool, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "policy"),
+    [(head, policy) for head in ("tigon", "TRL") for policy in ("llama", "gemma2")] + [("shared prefix", "llama")],
+)
+def test_difference_from_the_trainers_logprobs_is_rounding(head: str, policy: str) -> None:
     trainer = build("GRPO", policy=of(policy), gradient_accumulation_steps=2, steps_per_generation=2)
-    decode_in_graphs(trainer)
-    if fused:
-        fuse(trainer)
+    generation = decode_in_graphs(trainer)
+    fused = None if head == "TRL" else fuse(trainer, shared_prefix=head == "shared prefix")
     trainer.train()
+    if head == "shared prefix":
+        assert fused is not None and fused.shared_prompts.counts.computed < fused.shared_prompts.counts.given
+    assert "importance ratio is within" in str(generation)
     logs = [log for log in trainer.state.log_history if f"{DIFFERENCE}/max" in log]
     assert len(logs) == 2, "each step measures its completions before the update"
     assert all(0 < log[f"{DIFFERENCE}/mean"] <= log[f"{DIFFERENCE}/max"] < 1e-5 for log in logs)
+
+
+@pytest.mark.parametrize("policy", ["qwen3", "gemma2"])
+def test_autocast_draws_with_the_trainers_logprobs_and_casts_weights_once_for_all_steps(policy: str) -> None:
+    trainer = build("GRPO", policy=of(policy), bf16=True, max_steps=1)
+    decode_in_graphs(trainer)
+    fuse(trainer)
+    generate, casts = trainer.model.generate, _Casts(trainer.model.model.layers[0].mlp.up_proj.weight.shape)
+
+    def counted(*args: Any, **given: Any) -> torch.Tensor:
+        with casts:
+            return generate(*args, **given)
+
+    trainer.model.generate = counted
+    trainer.train()
+    (log,) = [log for log in trainer.state.log_history if f"{DIFFERENCE}/max" in log]
+    assert 1e-4 < log[f"{DIFFERENCE}/max"] < 0.05, "rounding of bf16"
+    weights = 2 * trainer.model.config.num_hidden_layers  # up_proj and gate_proj have this shape
+    assert casts.count == 2 * weights, "once for the prompts, and once for all steps"
+
+
+class _Casts(TorchDispatchMode):
+    """Counts casts of fp32 tensors of one shape to bf16."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += (kwargs or {}).get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
 
 
 def test_difference_is_found_if_the_generator_draws_from_another_model() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from models_helpers import tiny_model
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from tigon.models import MODELS
-from tigon.models.kv_cache import cache_as_in, without_cache
+from tigon.models.kv_cache import cache_as_in, kv_widths, queries_per_key, without_cache
 from tigon.models.verification.small_models import small_model
+from tigon.techniques.head_groups import key_heads
 
 
 def caches(config: Any) -> dict[str, Any]:
@@ -56,3 +58,16 @@ def test_text_part_of_a_composite_checkpoint_has_the_setting_of_that_part() -> N
     with cache_as_in(part, composite):
         assert part.config.use_cache is True
     assert part.config.use_cache is False
+
+
+def test_layers_that_differ_in_their_heads_have_caches_of_their_own() -> None:
+    """transformers refuses to read such numbers from the config of the whole model."""
+    if "gemma4_text" not in CONFIG_MAPPING:
+        pytest.skip("transformers without Gemma 4")
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        global_head_dim=32, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=8,
+    )  # fmt: skip
+    assert kv_widths(config, 20) == [(4 * 16 * 7,) * 2] * 5 + [(2 * 32 * 20,) * 2]
+    assert queries_per_key(config) == 4
+    assert key_heads(config) == 2

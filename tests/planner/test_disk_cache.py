@@ -142,7 +142,7 @@ def test_plans_that_repeat_the_same_layers_share_their_recording(monkeypatch: py
 
     monkeypatch.setattr(cache, "recorded", noted)
     estimates = {}
-    for kind in ("none", "full", "full:4,none:4", "full:5,none:3"):
+    for kind in ("none", "full", "full:4,none:4", "full:5,none:3", "mlp:8"):
         request = request_of(shape={"num_hidden_layers": 8}, checkpointing=kind, kernels="tigon", evaluated=True)
         shared = estimate(request, gpu=H200)
         with monkeypatch.context() as alone:
@@ -150,11 +150,11 @@ def test_plans_that_repeat_the_same_layers_share_their_recording(monkeypatch: py
             cache._traces.clear()
             assert estimate(request, gpu=H200) == shared
         estimates[kind] = shared
-    # The second plan evaluates like the first, and the fourth repeats the layers of the third.
+    # The second plan and the last evaluate like the first, and the fourth repeats the layers of the third.
     assert recorded == [
-        ("none", 3, True, True), ("full", 3, True, False), ("full:3,none:3", 6, True, True),
+        ("none", 3, True, True), ("full", 3, True, False), ("full:3,none:3", 6, True, True), ("mlp:3", 3, True, False),
     ]  # fmt: skip
-    assert len({one.peak_allocated_bytes for one in estimates.values()}) == 4
+    assert len({one.peak_allocated_bytes for one in estimates.values()}) == 5
 
 
 def test_oldest_files_go_when_the_folder_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -602,7 +602,8 @@ def test_plan_beside_a_library_that_cannot_be_traced_says_which(monkeypatch: pyt
     monkeypatch.setattr(modeling, "mamba_selective_scan", library["scan"], raising=False)
     monkeypatch.setattr(modeling, "selective_scan_fn", library["scan"], raising=False)
     config = transformers.AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2)
-    settings = Settings.of({"train.precision": "fp32", "model.attention": "eager"})
+    # A patched layer class is kept for later tests with the globals that it was made with, so nothing is patched.
+    settings = Settings.of({"train.precision": "fp32", "model.attention": "eager", "model.kernels": "none"})
     request = Request(model="mamba", config=config, batch=1, seq=24, settings=settings)
     with pytest.raises(UsageError, match=r"^mamba: mamba-ssm runs layers of it, .* environment without mamba-ssm"):
         estimate(request, gpu=H200, evaluation=False)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("rich")
 from benchmarks.pages import model_recipes
 from tigon.cli.plan_request import Flags, problem_of
+from tigon.models import hybrid_layers
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.search import space
 from tigon.planner.search.recommend import estimate_option
@@ -66,7 +67,18 @@ def test_every_recipe_is_what_the_script_writes_for_its_settings():
         assert ("experts" in request.settings.lora.targets) == method.endswith("experts")
 
 
-def check_plan(name: str) -> None:
+def beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hybrid models are planned with the kernels of flash-linear-attention, whether it is installed or not."""
+    library = hybrid_layers.DELTA_RULE.library
+    monkeypatch.setattr(
+        hybrid_layers, "_installed", lambda kind: library if kind.library == library else hybrid_layers.PYTORCH
+    )
+    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: (library,))
+
+
+def check_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.split("/")[0] in {model.name for model in model_recipes.MODELS if model.hybrid}:
+        beside_the_library(monkeypatch)
     cells = rows()[name]
     gb = int(re.search(r"-(\d+)gb", name)[1])
     problem = problem_of(Flags(target=f"recipes/models/{name}", gpu=find_gpu(model_recipes.CLASSES[gb])))
@@ -80,11 +92,11 @@ def check_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_recipe_fits_the_gpu_that_it_is_named_by(name):
-    check_plan(name)
+def test_recipe_fits_the_gpu_that_it_is_named_by(name, monkeypatch):
+    check_plan(name, monkeypatch)
 
 
 @pytest.mark.second_proof("the sample above shows each method; this plans every recipe")
 @pytest.mark.parametrize("name", [name for name in FILES if name not in SAMPLE])
-def test_every_other_recipe_fits_the_gpu_that_it_is_named_by(name):
-    check_plan(name)
+def test_every_other_recipe_fits_the_gpu_that_it_is_named_by(name, monkeypatch):
+    check_plan(name, monkeypatch)

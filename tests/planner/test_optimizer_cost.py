@@ -52,6 +52,8 @@ def made_by_trainer(name: str, model: nn.Module, folder: object) -> torch.optim.
     optimizer = trainer.create_optimizer()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
+    if OPTIMIZERS[name].averages:
+        optimizer.train()
     optimizer.step()
     return optimizer
 
@@ -176,6 +178,18 @@ def test_table_has_the_bytes_that_a_step_needs(name, rank, dtype):
     found = step_bytes(makers(rank)[name](weights), weights)
     parameters = [Parameter((256, 512), dtype.itemsize, projected=rank > 0) for _ in weights]
     expected = replace(COSTS[name], rank=rank).step_peak_bytes(parameters)
+    assert found == pytest.approx(expected, rel=0.02, abs=4096)
+
+
+@each_dtype
+def test_table_has_the_bytes_that_a_step_of_schedule_free_needs(dtype):
+    weights = [nn.Parameter(torch.randn(256, 512, dtype=dtype)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer = pytest.importorskip("schedulefree").AdamWScheduleFree(weights, weight_decay=0.1)
+    optimizer.train()
+    found = step_bytes(optimizer, weights)
+    expected = COSTS["schedule-free"].step_peak_bytes([Parameter((256, 512), dtype.itemsize) for _ in weights])
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
 
 

@@ -235,7 +235,7 @@ def test_completions_of_the_whole_step_are_written_at_once():
     ("more", "says"),
     [
         ({"precision": "bf16"}, None),
-        ({"precision": "amp-bf16"}, "because of autocast; train.precision: bf16 uses tigon's generator"),
+        ({"precision": "amp-bf16"}, None),
         ({"precision": "bf16", "zero": 1, "gpus": 2}, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
     ],
 )
@@ -256,6 +256,18 @@ def test_plan_refuses_the_generator_with_what_the_run_refuses(key):
     (reason,) = chosen.refusals(Settings.of({"train.precision": "bf16", key: 1 if key == "sharding.zero" else True}))
     assert "post_training.generator: tigon does not go with" in reason
     assert not chosen.refusals(Settings.of({"train.precision": "bf16"}))
+
+
+def test_completions_beyond_the_rows_of_the_generator_take_no_more_memory():
+    more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
+    shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
+    keys = {"completion_length": 16, "generations": 8, "generator": "tigon"}
+    peaks = [estimated("grpo", keys=keys, shape=shape, accumulate=n, **more).phases["forward"] for n in (32, 64, 128)]
+    per_token = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 1)))
+    assert peaks[2] == peaks[1]
+    assert peaks[1] - peaks[0] == 32 * 2048 * per_token, (
+        "of 64 prompts, so that a prompt waits for the last of its group"
+    )
 
 
 def test_generator_holds_the_prompt_of_a_group_once():

@@ -78,8 +78,9 @@ def test_translated_values_are_values_of_the_key(alias, tmp_path):
     section, name = alias.key.split(".")
     for theirs, ours in alias.values.items():
         shown = str(theirs).lower() if isinstance(theirs, bool) else theirs
-        rank = "lora_r: 4\n" if section == "lora" else ""
-        recipe = loaded(tmp_path, f"train: {{steps: 1}}\n{rank}{alias.name}: {shown}\n")
+        needed = "lora_r: 4\n" if section == "lora" else ""
+        needed += "lr_scheduler_type: constant\n" if ours == "schedule-free" else ""
+        recipe = loaded(tmp_path, f"train: {{steps: 1}}\n{needed}{alias.name}: {shown}\n")
         assert getattr(getattr(recipe, section), name) == ours
 
 

@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree
 
 import pytest
+from rich.cells import cell_len
 
 from tigon.sweep import charts, failures
 from tigon.sweep.run import sweep
@@ -49,10 +50,13 @@ def test_table_shows_what_was_measured_and_why_a_point_was_not(evil):
     assert "CPU (test)" in page and "2026-01-01" in page and "abc" in page
 
 
-def test_out_of_memory_and_failure_are_marked_in_the_bars(evil):
+def test_out_of_memory_and_failure_are_marked_in_the_charts(evil):
     found = json.loads((evil / "results.json").read_text(encoding="utf-8"))
-    drawn = charts.draw(found)
-    bars = next(svg for name, svg in drawn.items() if name.startswith("bars"))
+    (lines,) = charts.draw(found).values()
+    assert "×: out of memory, or larger" in lines
+    for row in found["points"]:
+        row["axes"] = {"model.name": f"model-{row['axes']['train.batch_size']}"}
+    (bars,) = charts.draw(found | {"axes": ["model.name"]}).values()
     assert bars.count(">OOM<") == 2 and bars.count(">failed<") >= 2  # one in each panel
 
 
@@ -83,18 +87,18 @@ def widths_of(svg: str) -> tuple[float, dict[str, float]]:
 def test_long_name_fits_the_legend_and_stays_whole_in_the_page(name, write_sweep, fake_workers):
     variants = {f"{number} {name}{number}": {} for number in range(3)}
     out = sweep(write_sweep(variants=variants, grid={"train.batch_size": [1, 2]}))
-    svg = next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8")
+    svg = next((out / "charts").glob("*.svg")).read_text(encoding="utf-8")
     width, texts = widths_of(svg)
     shown = {text: at for text, at in texts.items() if re.fullmatch(rf"\d {name[:5]}.*\d", text)}
     assert len(shown) == 3, "names that differ at their ends look alike"
-    assert all(at + 4.6 * charts._width(text) < width for text, at in shown.items())
+    assert all(at + 4.6 * cell_len(text) < width for text, at in shown.items())
     page = (out / "report.html").read_text(encoding="utf-8")
     assert all(html.escape(variant, quote=False) in page.replace("&#39;", "'") for variant in variants)
 
 
 def test_letters_that_matplotlib_lacks_are_kept_as_text_without_a_warning(write_sweep, fake_workers, recwarn):
     out = sweep(write_sweep(variants={"一番": {}, "二番": {}}))
-    assert "一番" in next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8"), "drawn, it would be a box"
+    assert "一番" in next((out / "charts").glob("*.svg")).read_text(encoding="utf-8"), "drawn, it would be a box"
     assert not [str(one.message) for one in recwarn if "missing from font" in str(one.message)]
 
 

@@ -7,56 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import loss_and_gradients, small_llama
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from tests.short_names import settings_of
-from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing import host_offload
 from tigon.techniques.checkpointing.host_offload import HostOffload, Waiting
 from tigon.techniques.head_groups import _KERNELS
-from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
-KINDS = {"offload-attention": "checkpointing-offload-attention", "full": "checkpointing-full"}
 
-
-def llama(
-    checkpointing: str = "none",
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    width: int = 32,
-    **more: int,
-):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
-    patch(model)
-    settings = settings_of({"train.checkpointing": checkpointing, **more})
-    if settings.train.mlp_tile_tokens:
-        TECHNIQUES["tiled-mlp"].model(model, settings, RunInfo())
-    if settings.train.attention_groups > 1:
-        TECHNIQUES["grouped-attention"].model(model, settings, RunInfo())
-    if checkpointing in KINDS:
-        TECHNIQUES[KINDS[checkpointing]].model(model, settings, RunInfo())
-    return model
-
-
-def backward(model: Any, tokens: int = 40, *, documents: bool = False, backwards: int = 1) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (2, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
-    positions = torch.arange(tokens, device=ids.device)
-    positions = positions % 13 if documents else positions
-    loss = model(input_ids=ids, labels=ids, position_ids=positions[None].expand(2, -1)).loss
-    for number in range(backwards):
-        loss.backward(retain_graph=number < backwards - 1)
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+def llama(checkpointing: str = "none", **more: Any) -> Any:
+    options = {name: more.pop(name) for name in ("device", "dtype", "width") if name in more}
+    return small_llama({"train.checkpointing": checkpointing, **more}, num_hidden_layers=3, **options)
 
 
 class CopiesOnCpu(HostOffload):
@@ -94,8 +59,8 @@ def copies(request: Any, monkeypatch: Any) -> str:
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
 @pytest.mark.parametrize("more", [{}, {"attention_groups": 2, "mlp_tile_tokens": 24}], ids=["whole", "pieces"])
 def test_gradients_equal_those_of_full_recomputation_bit_for_bit(more, documents, backwards, copies):
-    want = backward(llama("full", **more), documents=documents, backwards=backwards)
-    got = backward(llama("offload-attention", **more), documents=documents, backwards=backwards)
+    want = loss_and_gradients(llama("full", **more), documents=documents, backwards=backwards)
+    got = loss_and_gradients(llama("offload-attention", **more), documents=documents, backwards=backwards)
     assert (CopiesOnCpu.fetches > 0) == (copies != "on the device")
     for name, expected in want.items():
         torch.testing.assert_close(got[name], expected, msg=lambda text, name=name: f"{name}: {text}")
@@ -109,10 +74,10 @@ def test_attention_runs_forward_once_per_layer(copies, monkeypatch):
     monkeypatch.setitem(
         _KERNELS, on_cpu, kernel._replace(forward=lambda *args: calls.append(1) or kernel.forward(*args))
     )
-    backward(llama("offload-attention"))
+    loss_and_gradients(llama("offload-attention"))
     assert len(calls) == 3
     calls.clear()
-    backward(llama("full", attention_groups=2))
+    loss_and_gradients(llama("full", attention_groups=2))
     assert len(calls) == 6
 
 
@@ -121,7 +86,7 @@ def test_tiles_are_not_computed_in_the_recomputation(monkeypatch):
     model, calls = llama("full", mlp_tile_tokens=20), []
     for layer in model.model.layers:
         layer.mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
-    backward(model)
+    loss_and_gradients(model)
     assert len(calls) == 3 * 4 * 2
 
 
@@ -144,7 +109,7 @@ def test_large_tensors_are_dropped_between_their_uses(monkeypatch):
             found.append(len(tensors))
 
         handle = model.model.layers[1].mlp.down_proj.register_forward_hook(count)
-        backward(model)
+        loss_and_gradients(model)
         handle.remove()
         held[name] = found[-1]
     assert held["dropped"] <= held["held"] - 2
@@ -160,7 +125,7 @@ def test_gradients_and_memory_on_a_gpu(large, monkeypatch):
         model = llama(kind, device="cuda", dtype=torch.bfloat16, width=256, attention_groups=2, mlp_tile_tokens=1024)
         meter = PeakMeter(device)
         meter.start(())
-        found[kind] = backward(model, 8192)
+        found[kind] = loss_and_gradients(model, 8192)
         peaks[kind] = meter.stop().peak_bytes
     for name, expected in found["full"].items():
         error = (found["offload-attention"][name].double() - expected.double()).norm() / expected.double().norm()

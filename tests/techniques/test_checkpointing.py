@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import loss_and_gradients, small_llama
 
 from helpers import Count
-from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing.checkpointing import KEPT_OPS
@@ -23,33 +23,14 @@ CPU = torch.device("cpu")
 N_LAYERS = 4
 
 
-def model(
-    word: str, *, kernels: bool = True, device: torch.device = CPU, width: int = 32, attention: str = "sdpa"
-) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=N_LAYERS, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=128, attn_implementation=attention, use_cache=False,
-    )  # fmt: skip
-    made = transformers.LlamaForCausalLM(config).to(device).train()
-    if kernels:
-        patch(made)
-    settings = Settings.of({"train.checkpointing": word})
-    for technique in TECHNIQUES.values():
-        if technique.name.startswith("checkpointing") and technique.used_by(settings):
-            made = technique.model(made, settings, RunInfo())
-    return made
+def model(word: str, *, attention: str = "sdpa", **options: Any) -> Any:
+    shape = {"num_hidden_layers": N_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return small_llama({"train.checkpointing": word}, attn_implementation=attention, **shape, **options)
 
 
-def inputs(device: torch.device = CPU, tokens: int = 64) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 128, (2, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+def inputs(tokens: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (2, tokens), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids}
-
-
-def loss_and_gradients(made: Any, device: torch.device = CPU, tokens: int = 64) -> dict[str, torch.Tensor]:
-    loss = made(**inputs(device, tokens)).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in made.named_parameters()}}
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["patched", "unpatched"])
@@ -102,8 +83,8 @@ def test_peak_memory_falls_as_checkpointing_keeps_less():
 @pytest.mark.parametrize("word", WORDS)
 def test_checkpointing_keeps_loss_and_gradients_of_the_kernels(word):
     device = torch.device("cuda")
-    want = loss_and_gradients(model("none", device=device, width=256), device, 512)
-    got = loss_and_gradients(model(word, device=device, width=256), device, 512)
+    want = loss_and_gradients(model("none", device=device, width=256), 512)
+    got = loss_and_gradients(model(word, device=device, width=256), 512)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
 
@@ -119,10 +100,10 @@ def test_offload_frees_layer_inputs_and_keeps_the_gradients():
     for word in ("full", "offload"):
         # eager, as SDPA's fp32 backward promises no order of its sums
         made = model(word, device=device, width=width, attention="eager")
-        loss_and_gradients(made, device, tokens)  # the first pass allocates gradients and buffers
+        loss_and_gradients(made, tokens)  # the first pass allocates gradients and buffers
         made.zero_grad(set_to_none=False)
         torch.cuda.reset_peak_memory_stats()
-        gradients = loss_and_gradients(made, device, tokens)
+        gradients = loss_and_gradients(made, tokens)
         # kept on the host: the second model is measured beside what is left of the first
         found[word] = ({name: t.cpu() for name, t in gradients.items()}, torch.cuda.max_memory_allocated())
         del made, gradients
@@ -140,10 +121,10 @@ def test_offload_copies_while_kernels_run():
     """The copies run on a side stream, so a trace has kernels during them."""
     made = model("offload", device=torch.device("cuda"), width=2048)
     for _ in range(2):
-        loss_and_gradients(made, torch.device("cuda"), 8192)
+        loss_and_gradients(made, 8192)
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as trace:
-        loss_and_gradients(made, torch.device("cuda"), 8192)
+        loss_and_gradients(made, 8192)
         torch.cuda.synchronize()
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"]
     copies = [span for span in spans if "Memcpy" in span[2] and ("DtoH" in span[2] or "HtoD" in span[2])]

@@ -7,38 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import loss_and_gradients, small_llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
 from tigon.errors import RecipeError
-from tigon.techniques import TECHNIQUES
 from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for, check_groups
-from tigon.techniques.keys.settings import Settings
-from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 
 
-def llama(*, key_heads: int, groups: int, width: int = 32, device: torch.device = CPU, dtype: Any = torch.float32):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=key_heads, vocab_size=64, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
-    if groups > 1:
-        TECHNIQUES["grouped-attention"].model(model, Settings.of({"train.attention_groups": groups}), RunInfo())
-    return model
-
-
-def loss_and_gradients(model: Any, *, tokens: int = 40, documents: bool = False) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 64, (2, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
-    positions = torch.arange(tokens, device=ids.device) % 13 if documents else torch.arange(tokens, device=ids.device)
-    loss = model(input_ids=ids, labels=ids, position_ids=positions[None].expand(2, -1)).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+def llama(*, key_heads: int, groups: int, **options: Any) -> Any:
+    return small_llama({"train.attention_groups": groups}, kernels=False, num_key_value_heads=key_heads, **options)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])

@@ -9,6 +9,7 @@ from unittest.mock import patch as replaced
 
 import pytest
 import torch
+from small_llama import small_llama
 from torch import nn
 
 from helpers import Count
@@ -32,14 +33,8 @@ ALL_FOUR = ("full", "mlp", "elementwise", "none")
 
 
 def llama(layers: int = 4, **more: Any) -> Any:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 128, "use_cache": False, "num_hidden_layers": layers,
-    }  # fmt: skip
-    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **more)).train()
-    patch(made)
-    return made
+    shape = {"intermediate_size": 96, "num_key_value_heads": 2, "vocab_size": 128}
+    return small_llama(num_hidden_layers=layers, **shape, **more)
 
 
 def batch(tokens: int = 32) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ OTHER = {
     "model.attention": "flash_attention_2", "train.optimizer": "sgd", "sharding.offload": "cpu", "sharding.zero": 0,
     "lora.init": "orthogonal", "lora.bias": "all", "lora.modules_to_save": ("norm",), "model.kernels": "none",
     "train.checkpointing": "selective", "train.objective": "dpo", "lora.adapter_dtype": "fp32",
-    "sharding.nvme_folder": "swap", "train.qat": "int4",
+    "sharding.nvme_folder": "swap", "train.qat": "int4", "train.schedule": "cosine",
 }  # fmt: skip
 
 

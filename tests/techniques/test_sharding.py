@@ -266,6 +266,8 @@ def losses(name: str, folder: Path, mesh: Any = None) -> tuple[list[float], list
     )
     cls, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args)
     optimizer, found = cls(model.parameters(), **options), []
+    if OPTIMIZERS[name].averages:
+        optimizer.train()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     with torch.compiler.set_stance("force_eager"):
         for _ in range(3):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import loss_and_gradients, small_llama
 from torch import nn
 
 from tests.short_names import settings_of
-from tigon import patch
 from tigon.errors import RecipeError
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, tiling
@@ -22,28 +22,13 @@ CPU = torch.device("cpu")
 TILE = 24  # 100 tokens: four whole tiles and a rest
 
 
-def llama(*, kernels: bool = True, dtype: torch.dtype = torch.float32, device: torch.device = CPU, width: int = 32):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=8 * width, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=64, mlp_bias=True, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
-    if kernels:
-        patch(model)
-    return model
+def llama(*, width: int = 32, **options: Any) -> Any:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return small_llama(width=width, intermediate_size=8 * width, mlp_bias=True, **heads, **options)
 
 
 def tiled(model: Any, tokens: int = TILE, **settings: Any) -> Any:
     return TECHNIQUES["tiled-mlp"].model(model, settings_of({"train.mlp_tile_tokens": tokens, **settings}), RunInfo())
-
-
-def loss_and_gradients(model: Any, tokens: int = 50) -> dict[str, torch.Tensor]:
-    vocab = model.config.vocab_size
-    ids = torch.randint(0, vocab, (2, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], **tolerance: float) -> None:

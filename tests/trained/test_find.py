@@ -45,6 +45,15 @@ def test_a_hub_id_is_passed_on():
     assert find("owner/model").weights == "owner/model"
 
 
+def test_a_run_that_does_not_exist_is_no_hub_id_and_those_that_do_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"runs/mine is not a folder, and there is no folder runs; give"):
+        find("runs/mine")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"runs/mine is not a folder, and runs holds 1 folder: first; give"):
+        find("runs/mine")
+
+
 @pytest.mark.parametrize("name", ["no-such-folder", "", "a/b/c", "llama-3.2-1b"])
 def test_other_names_are_refused_with_what_to_give(name):
     with pytest.raises(UsageError, match="give a run folder"):

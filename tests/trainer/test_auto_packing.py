@@ -123,3 +123,21 @@ def test_packed_run_with_too_few_samples_is_told_to_unpack(here, recipe, tigon):
     )  # fmt: skip
     line = tigon("train", path).error_line()
     assert "fewer than train.batch_size 16; set data.packing: false, which gives 22, lower train.batch_size" in line
+
+
+def test_few_rows_are_told_that_one_is_kept_for_evaluation(here, recipe, tigon):
+    chats(here, 4)
+    save(here / "m")
+    path = recipe(
+        model={"name": "m", "config": None},
+        data={
+            "source": "my.jsonl",
+            "sequence_length": 120,
+            "vocab_size": 8192,
+            "eval_fraction": 0.02,
+            "packing": False,
+        },
+        train={"batch_size": 4},
+    )
+    line = tigon("train", path).error_line()
+    assert "3 samples of 120 tokens, fewer than train.batch_size 4; set data.eval_fraction: 0, which adds" in line

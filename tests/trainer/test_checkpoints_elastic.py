@@ -122,11 +122,12 @@ def test_states_of_a_compiled_optimizer_are_not_moved_between_engines(tmp_path):
 def test_counters_of_two_processes_give_one_process_the_same_record(tmp_path):
     def counted(loss_sum: float, losses: list[float]) -> dict[str, object]:
         gate = {"skipped": 1, "in_a_row": 0, "taken": 5, "loss_sum": loss_sum, "n_summed": 2}
-        return {"gate": gate, "evaluations_without_progress": [1], "heads": {"losses": losses, "hits": [[1.0], [2.0]]}}
+        return {"gate": gate, "reward_stop": [0.5, 1, 0], "heads": {"losses": losses, "hits": [[1.0], [2.0]]}}
 
     both = [counted(3.0, [1.0, 2.0]), counted(5.0, [3.0, 4.0])]
     first, second = (resume_rules.redistributed(both, rank) for rank in range(2))
     assert first["gate"]["loss_sum"] == second["gate"]["loss_sum"] == 4.0 and first["gate"]["skipped"] == 1
+    assert first["reward_stop"] == second["reward_stop"] == [0.5, 1, 0]
     assert first["heads"] == {"losses": [4.0, 6.0], "hits": [[2.0], [4.0]]}
     assert second["heads"] == {"losses": [0.0, 0.0], "hits": [[0.0], [0.0]]}
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_finite_steps import StepMeter, spoil
 from test_two_processes import adopting, ended, reached, start
-from trainer_helpers import SMALL, records, rows, small_trainer
+from trainer_helpers import SMALL, records, rows, small_trainer, train_keys
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe, TrainConfig
@@ -38,7 +38,7 @@ def test_step_that_is_not_finite_moves_no_weight_on_the_gpu(name, tmp_path):
     row = OPTIMIZERS[name]
     if row.package:
         pytest.importorskip(row.package)
-    trainer = trainer_of(tmp_path, optimizer=name, **({"max_grad_norm": 0.0} if row.in_backward else {}))
+    trainer = trainer_of(tmp_path, **train_keys(row))
     spoil(trainer, "nan", {3})
     watch = StepMeter(trainer)
     trainer.train()

@@ -23,9 +23,8 @@ from tigon.errors import RecipeError
 from tigon.models.seams import experts as experts_seam
 from tigon.models.seams import lora as lora_seam
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora.four_bit_shards import let_fsdp_divide
+from tigon.techniques.lora.four_bit_weights import let_fsdp_divide, packed_weights
 from tigon.trainer import run as run_module
-from tigon.trainer.guards import nan_guard
 from tigon.trainer.guards.adapter_checks import check_quantized
 
 pytest.importorskip("peft")
@@ -122,7 +121,7 @@ def in_two(here: Path, recipe: Path, name: str, *sets: str, resume: bool = False
 
 
 def is_packed(model: Any, parameter: Any) -> bool:
-    return id(parameter) in nan_guard._quant_states(model)
+    return any(weight is parameter for _, weight, _ in packed_weights(model))
 
 
 def merged(run: Path) -> dict[str, torch.Tensor]:

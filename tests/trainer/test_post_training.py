@@ -21,8 +21,8 @@ pytest.importorskip("datasets")
 
 from second_proofs import proved_by
 from tigon.data import preferences
-from tigon.objectives import classify_rules
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import classify as classify_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.trainer.step import Speed
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
@@ -416,7 +416,6 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("train.precision", "amp-bf16", "because of autocast; train.precision: bf16 uses tigon's generator"),
         ("sharding.zero", 2, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
         ("model.kernels", "none", "because of model.kernels; model.kernels: tigon uses tigon's generator"),
     ],
@@ -662,7 +661,7 @@ def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, her
 def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
     folder = Path(__file__).parents[2] / "recipes" / "objectives"
     stems = {path.stem for path in folder.glob("*.yaml")}
-    assert stems - set(classify_rules.OBJECTIVES) == set(post_training_rules.TAKES) == set(OWN)
+    assert stems - set(classify_rules.CLASSIFICATION.names) == set(post_training_rules.TAKES) == set(OWN)
 
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "objectives"

@@ -18,7 +18,7 @@ from forks import forks, in_forks
 from tigon.trainer import guarded, run
 from tigon.trainer.checkpoint import checkpoint, final_model
 from tigon.trainer.distributed import signals
-from tigon.trainer.evaluation import text_sample
+from tigon.trainer.evaluation import generate
 from tigon.trainer.evaluation.token_mean import TokenMean
 from tigon.trainer.folder import run_folder
 from tigon.trainer.folder.run_folder import RunFolder
@@ -106,7 +106,7 @@ BEFORE_THE_MODEL = {
     "at the end of training": (progress.ProgressDisplay, "on_train_end", 1, False),
     "before the last evaluation": (guarded.GuardedTrainer, "evaluate", 1, False),
     "in its last batch": (TokenMean, "forward_sums", 2, True),
-    "in the sample": (text_sample, "generated", 2, False),
+    "in the sample": (generate, "generated", 2, False),
 }
 
 

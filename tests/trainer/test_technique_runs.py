@@ -28,6 +28,7 @@ from trainer_helpers import (
     rows,
     small_setup,
     small_trainer,
+    train_keys,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +41,6 @@ from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, ShardingConfig, TrainConfig
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.keys.model import KERNELS
 from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.sharding import sharding
 from tigon.techniques.technique import RunInfo
@@ -71,10 +71,8 @@ def need(package: str | None) -> None:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings of a recipe with this optimizer, and a suitable learning rate."""
-    row = OPTIMIZERS[name]
     rates = {"sgd": 0.5, "lion-8bit": 0.001}
-    clip = {"max_grad_norm": 0.0} if row.in_backward else {}
-    return {"optimizer": name, "learning_rate": rates.get(name, 0.01), **clip}
+    return {"learning_rate": rates.get(name, 0.01), **train_keys(OPTIMIZERS[name])}
 
 
 on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])
@@ -549,6 +547,22 @@ def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
 
 
 @forks
+@pytest.mark.parametrize("name", ["muon", "schedule-free"])
+def test_fsdp2_with_an_optimizer_of_another_algorithm_trains_as_a_plain_run_and_resumes(name, recipe, tigon, here):
+    need(OPTIMIZERS[name].package)
+    path = recipe(
+        "one.yaml", train={"save_steps": 2, "batch_size": 4, **train_keys(OPTIMIZERS[name])}, output={"name": "plain"}
+    )
+    assert tigon("train", path).code == 0
+    run_fsdp(here, path, "fsdp", "train.batch_size=2")
+    runs = here / "runs"
+    assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-3)
+    cut_back(runs / "fsdp", "cut", 4)
+    run_fsdp(here, path, "cut", "train.batch_size=2", resume=True)
+    assert losses(runs / "cut") == losses(runs / "fsdp")
+
+
+@forks
 @pytest.mark.parametrize("experts", [False, True], ids=["linear", "experts"])
 def test_fsdp2_with_adapters_on_random_weights_has_the_losses_of_a_plain_run(recipe, tigon, here, experts):
     """FSDP2 reads the weights from files, in the dtype in which the plain run draws them, and draws equal adapters."""
@@ -588,12 +602,6 @@ def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, t
     assert outcome.code == 2
     assert "train.precision is fp8, but nothing in this LlamaForCausalLM can run in FP8" in outcome.err
     assert outcome.err.strip().count("\n") == 0
-
-
-def test_recipe_and_model_have_the_same_names_for_kernels():
-    from tigon.trainer.model import KERNELS as appliers
-
-    assert set(appliers) == set(KERNELS)
 
 
 TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))

@@ -15,6 +15,7 @@ from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
 from tigon.data.tokenizer import Encoded
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import ModelConfig, Recipe
+from tigon.techniques.optimizers.table import Optimizer
 from tigon.trainer import model as models
 from tigon.trainer.setup import Setup, TrainingData
 
@@ -70,6 +71,11 @@ def small_trainer(
     given = TrainingData(train=data, eval=held_out, collator=Collator(0, packing=False))
     safeguards = guarded.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps)
     return trainer.make(setup, setup.objective.attach(built), given, folder, safeguards)
+
+
+def train_keys(row: Optimizer) -> dict[str, Any]:
+    """The keys of `train` that choose an optimizer."""
+    return {key.removeprefix("train."): value for key, value in row.recipe.items()}
 
 
 def losses_of(trainer: Any) -> list[float]:

@@ -242,10 +242,12 @@ def kind_of(path: Path) -> str:
 
 
 def other_machine(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first part of the environment that differs: its name, and both values.
+    """The first part of the environment that differs, such as "device" or "torch": its name, and both values.
 
     Older records lack the versions of packages that were added later.
     """
-    was = {**was, "versions": {**now["versions"], **was["versions"]}}
-    names = ("device", "driver", "threads", "versions")
-    return next(((name, was.get(name), now[name]) for name in names if was.get(name) != now[name]), None)
+    names = ("device", "driver", "threads")
+    parts = [(name, was.get(name), now.get(name)) for name in names]
+    old, new = was["versions"], now["versions"]
+    parts += [(name, old.get(name, new.get(name)), new.get(name)) for name in {**new, **old}]
+    return next((part for part in parts if part[1] != part[2]), None)

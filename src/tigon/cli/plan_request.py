@@ -15,10 +15,11 @@ from tigon.models import packed_documents
 from tigon.models.loading import hub
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.loading.presets import carried
-from tigon.objectives import classify_rules, recipe_checks
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import config_for, objective_of, planned_objective
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import classify as classify_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.planner.gpus import GIB, Gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, request_of
@@ -141,7 +142,7 @@ def _complaint(key: str, value: object) -> str | None:
 
 def _check_objective(objective: str, flags: Flags) -> None:
     """Refuse an unknown objective, and flags that do not go with it."""
-    others = (*post_training_rules.TAKES, *classify_rules.OBJECTIVES)
+    others = (*post_training_rules.TAKES, *classify_rules.CLASSIFICATION.names)
     if objective == "medusa":
         raise UsageError("--objective medusa: use --medusa N for the heads.")
     if objective != CAUSAL_LM and objective not in others:

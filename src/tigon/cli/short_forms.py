@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.recipe.keys import SECTIONS
 from tigon.techniques.keys.section import hints
 from tigon.techniques.lora.lora import DEFAULT_RANK

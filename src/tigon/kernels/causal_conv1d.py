@@ -33,11 +33,15 @@ def tap(w, columns, k, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def taps_of(W, cols, there, WIDTH: tl.constexpr):
-    """The weights of a token and of the one, two and three before it; W is (D, WIDTH)."""
+def taps_of(W, BIAS, cols, there, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The weights of a token and of the one, two and three before it, and the bias; W is (D, WIDTH)."""
     columns = tl.arange(0, 4)[None, :]
     w = tl.load(W + cols[:, None] * WIDTH + columns, mask=there[:, None] & (columns < WIDTH), other=0.0).to(tl.float32)
-    return tap(w, columns, 0, WIDTH), tap(w, columns, 1, WIDTH), tap(w, columns, 2, WIDTH), tap(w, columns, 3, WIDTH)
+    w0, w1 = tap(w, columns, 0, WIDTH), tap(w, columns, 1, WIDTH)
+    b = w0 * 0.0
+    if HAS_BIAS:
+        b = tl.load(BIAS + cols, mask=there, other=0.0).to(tl.float32)
+    return w0, w1, tap(w, columns, 2, WIDTH), tap(w, columns, 3, WIDTH), b
 
 
 @triton.jit
@@ -77,6 +81,44 @@ def conv_step(x0, x1, x2, x3, w0, w1, w2, w3, b, d0, d1, d2, d3, HAS_SEQ: tl.con
 
 
 @triton.jit
+def four(X, t, end, stride_t, cols, there, D, WIDTH: tl.constexpr):
+    """The values of four tokens from t on."""
+    xa = token(X, None, t, end, stride_t, cols, there, D, WIDTH, False)
+    xb = token(X, None, t + 1, end, stride_t, cols, there, D, WIDTH, False)
+    xc = token(X, None, t + 2, end, stride_t, cols, there, D, WIDTH, False)
+    xd = token(X, None, t + 3, end, stride_t, cols, there, D, WIDTH, False)
+    return xa, xb, xc, xd
+
+
+@triton.jit
+def four_documents(SEQ, t, T, HAS_SEQ: tl.constexpr):
+    da, db = document(SEQ, t, T, HAS_SEQ), document(SEQ, t + 1, T, HAS_SEQ)
+    return da, db, document(SEQ, t + 2, T, HAS_SEQ), document(SEQ, t + 3, T, HAS_SEQ)
+
+
+@triton.jit
+def before(X, STATE, t, end, stride_t, cols, there, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr):
+    """The values of the three tokens before t, the last of them first."""
+    x1 = token(X, STATE, t - 1, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
+    x2 = token(X, STATE, t - 2, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
+    return x1, x2, token(X, STATE, t - 3, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
+
+
+@triton.jit
+def documents_before(SEQ, t, T, HAS_SEQ: tl.constexpr):
+    return document(SEQ, t - 1, T, HAS_SEQ), document(SEQ, t - 2, T, HAS_SEQ), document(SEQ, t - 3, T, HAS_SEQ)
+
+
+@triton.jit
+def place_of(D, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's channels, which of them exist, its chunk among those of all rows, its row, and its first token."""
+    tiles = tl.cdiv(D, BLOCK)
+    cols = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) // tiles
+    return cols, cols < D, at, (at // chunks).to(tl.int64), ((at % chunks) * CHUNK).to(tl.int64)
+
+
+@triton.jit
 def causal_conv1d_fwd_kernel(
     X,  # (B, T, D)
     W,  # (D, WIDTH)
@@ -97,39 +139,21 @@ def causal_conv1d_fwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tiles = tl.cdiv(D, BLOCK)
-    cols = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    there = cols < D
-    at = tl.program_id(0) // tiles
-    batch = (at // chunks).to(tl.int64)
-    first = ((at % chunks) * CHUNK).to(tl.int64)
+    cols, there, _, batch, first = place_of(D, chunks, CHUNK, BLOCK)
     X += batch * stride_b
     Y += batch * T * D
     if HAS_SEQ:
         SEQ += batch * T
     if HAS_STATE:
         STATE += batch * (WIDTH - 1) * D
-    w0, w1, w2, w3 = taps_of(W, cols, there, WIDTH)
-    b = w0 * 0.0
-    if HAS_BIAS:
-        b = tl.load(BIAS + cols, mask=there, other=0.0).to(tl.float32)
+    w0, w1, w2, w3, b = taps_of(W, BIAS, cols, there, WIDTH, HAS_BIAS)
     end = tl.minimum(first + CHUNK, T)
-    x1 = token(X, STATE, first - 1, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    x2 = token(X, STATE, first - 2, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    x3 = token(X, STATE, first - 3, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    d1 = document(SEQ, first - 1, T, HAS_SEQ)
-    d2 = document(SEQ, first - 2, T, HAS_SEQ)
-    d3 = document(SEQ, first - 3, T, HAS_SEQ)
+    x1, x2, x3 = before(X, STATE, first, end, stride_t, cols, there, D, WIDTH, HAS_STATE)
+    d1, d2, d3 = documents_before(SEQ, first, T, HAS_SEQ)
     for t in range(first, end, 4):
         # The loads of four tokens come before the stores, which they must not be moved across.
-        xa = token(X, STATE, t, end, stride_t, cols, there, D, WIDTH, False)
-        xb = token(X, STATE, t + 1, end, stride_t, cols, there, D, WIDTH, False)
-        xc = token(X, STATE, t + 2, end, stride_t, cols, there, D, WIDTH, False)
-        xd = token(X, STATE, t + 3, end, stride_t, cols, there, D, WIDTH, False)
-        da = document(SEQ, t, T, HAS_SEQ)
-        db = document(SEQ, t + 1, T, HAS_SEQ)
-        dc = document(SEQ, t + 2, T, HAS_SEQ)
-        dd = document(SEQ, t + 3, T, HAS_SEQ)
+        xa, xb, xc, xd = four(X, t, end, stride_t, cols, there, D, WIDTH)
+        da, db, dc, dd = four_documents(SEQ, t, T, HAS_SEQ)
         za, _, _, _ = conv_step(xa, x1, x2, x3, w0, w1, w2, w3, b, da, d1, d2, d3, HAS_SEQ)
         zb, _, _, _ = conv_step(xb, xa, x1, x2, w0, w1, w2, w3, b, db, da, d1, d2, HAS_SEQ)
         zc, _, _, _ = conv_step(xc, xb, xa, x1, w0, w1, w2, w3, b, dc, db, da, d1, HAS_SEQ)
@@ -195,12 +219,7 @@ def causal_conv1d_bwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tiles = tl.cdiv(D, BLOCK)
-    cols = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    there = cols < D
-    at = tl.program_id(0) // tiles
-    batch = (at // chunks).to(tl.int64)
-    first = ((at % chunks) * CHUNK).to(tl.int64)
+    cols, there, at, batch, first = place_of(D, chunks, CHUNK, BLOCK)
     X += batch * stride_b
     DY += batch * stride_dy_b
     DX += batch * T * D
@@ -209,34 +228,18 @@ def causal_conv1d_bwd_kernel(
     if HAS_STATE:
         STATE += batch * (WIDTH - 1) * D
         DSTATE += batch * (WIDTH - 1) * D
-    w0, w1, w2, w3 = taps_of(W, cols, there, WIDTH)
-    b = w0 * 0.0
-    if HAS_BIAS:
-        b = tl.load(BIAS + cols, mask=there, other=0.0).to(tl.float32)
+    w0, w1, w2, w3, b = taps_of(W, BIAS, cols, there, WIDTH, HAS_BIAS)
     end = tl.minimum(first + CHUNK, T)
     last = tl.minimum(end + 3, T)
-    x1 = token(X, STATE, first - 1, last, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    x2 = token(X, STATE, first - 2, last, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    x3 = token(X, STATE, first - 3, last, stride_t, cols, there, D, WIDTH, HAS_STATE)
-    d1 = document(SEQ, first - 1, T, HAS_SEQ)
-    d2 = document(SEQ, first - 2, T, HAS_SEQ)
-    d3 = document(SEQ, first - 3, T, HAS_SEQ)
+    x1, x2, x3 = before(X, STATE, first, last, stride_t, cols, there, D, WIDTH, HAS_STATE)
+    d1, d2, d3 = documents_before(SEQ, first, T, HAS_SEQ)
     zero = w0 * 0.0
     p1, p2, p3 = zero, zero, zero  # incomplete dx of the three tokens before t
     g0, g1, g2, g3, gb = zero, zero, zero, zero, zero
     for t in range(first, end + 3, 4):
-        xa = token(X, STATE, t, last, stride_t, cols, there, D, WIDTH, False)
-        xb = token(X, STATE, t + 1, last, stride_t, cols, there, D, WIDTH, False)
-        xc = token(X, STATE, t + 2, last, stride_t, cols, there, D, WIDTH, False)
-        xd = token(X, STATE, t + 3, last, stride_t, cols, there, D, WIDTH, False)
-        ya = token(DY, None, t, last, stride_dy_t, cols, there, D, WIDTH, False)
-        yb = token(DY, None, t + 1, last, stride_dy_t, cols, there, D, WIDTH, False)
-        yc = token(DY, None, t + 2, last, stride_dy_t, cols, there, D, WIDTH, False)
-        yd = token(DY, None, t + 3, last, stride_dy_t, cols, there, D, WIDTH, False)
-        da = document(SEQ, t, T, HAS_SEQ)
-        db = document(SEQ, t + 1, T, HAS_SEQ)
-        dc = document(SEQ, t + 2, T, HAS_SEQ)
-        dd = document(SEQ, t + 3, T, HAS_SEQ)
+        xa, xb, xc, xd = four(X, t, last, stride_t, cols, there, D, WIDTH)
+        ya, yb, yc, yd = four(DY, t, last, stride_dy_t, cols, there, D, WIDTH)
+        da, db, dc, dd = four_documents(SEQ, t, T, HAS_SEQ)
         for i in tl.static_range(4):
             x0, dy, d0 = xa, ya, da
             if i == 1:

@@ -14,8 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tigon.kernels._launch import cdiv, launch, next_power_of_2
-from tigon.kernels.topk_softmax import largest_left, nan_of, row_tile, unit_stride_rows
+from tigon.kernels._launch import next_power_of_2
+from tigon.kernels.topk_softmax import (
+    empty_choice,
+    gradients_of_chosen,
+    largest_left,
+    launch_rows,
+    nan_of,
+    store_choice,
+)
 
 
 @triton.jit
@@ -55,10 +62,10 @@ def topk_sigmoid_fwd_kernel(
     TOP_GROUPS: tl.constexpr,
     NORMALISED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols, ks = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -82,17 +89,13 @@ def topk_sigmoid_fwd_kernel(
     weights = weights + nan_of(x)[:, None]
     if NORMALISED:
         weights = weights / (tl.sum(tl.where((ks < TOP_K)[None, :], weights, 0.0), axis=1) + eps)[:, None]
-    weights = weights * scale
-    inside = (rows < T)[:, None] & (ks < TOP_K)[None, :]
-    place = rows[:, None] * TOP_K + ks[None, :]
-    tl.store(Weights + place, weights.to(Weights.dtype.element_ty), mask=inside)
-    tl.store(Index + place, index.to(tl.int64), mask=inside)
+    store_choice(Weights, Index, weights * scale, index, rows, ks, T, TOP_K)
 
 
 @triton.jit
 def topk_sigmoid_bwd_kernel(
-    DWeights,  # (T, TOP_K)
     Logits,  # (T, E)
+    DWeights,  # (T, TOP_K)
     Index,  # (T, TOP_K)
     DLogits,  # (T, E)
     T,
@@ -109,14 +112,7 @@ def topk_sigmoid_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)
     there = (rows < T)[:, None] & (cols < E)[None, :]
     x = tl.load(Logits + rows[:, None] * stride_t + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    g = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
-    chosen = tl.zeros([ROWS, BLOCK_E], dtype=tl.int32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(Index + rows * TOP_K + k, mask=rows < T, other=0).to(tl.int32)
-        dw = tl.load(DWeights + rows * TOP_K + k, mask=rows < T, other=0.0).to(tl.float32)
-        here = cols[None, :] == expert[:, None]
-        g = tl.where(here, dw[:, None], g)
-        chosen = tl.where(here, 1, chosen)
+    g, chosen = gradients_of_chosen(DWeights, Index, rows, cols, T, TOP_K, ROWS, BLOCK_E)
     s = tl.sigmoid(x)
     if NORMALISED:
         top = tl.where(chosen != 0, s, 0.0)
@@ -129,23 +125,12 @@ def topk_sigmoid_bwd_kernel(
 def topk_sigmoid_fwd(logits, bias, options):
     """Launch the router of (T, E); options: a `TopkSigmoidOptions`. Returns fp32 weights and the experts, (T, K)."""
     top_k, groups, top_groups, normalised, scale, eps = options
-    logits, (T, E) = unit_stride_rows(logits), logits.shape
-    weights = torch.empty((T, top_k), dtype=torch.float32, device=logits.device)
-    index = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
+    weights, index = empty_choice(logits, top_k, torch.float32)
     if weights.numel():
-        rows, block, warps = row_tile(E, logits.itemsize)
-        launch(
+        launch_rows(
             topk_sigmoid_fwd_kernel,
-            (cdiv(T, rows),),
             logits,
-            num_warps=warps,
-            Logits=logits,
-            Bias=None if bias is None else bias.contiguous(),
-            Weights=weights,
-            Index=index,
-            T=T,
-            E=E,
-            stride_t=logits.stride(0),
+            {"Bias": None if bias is None else bias.contiguous(), "Weights": weights, "Index": index},
             scale=scale,
             eps=eps,
             TOP_K=top_k,
@@ -153,8 +138,6 @@ def topk_sigmoid_fwd(logits, bias, options):
             TOP_GROUPS=top_groups,
             NORMALISED=normalised,
             HAS_BIAS=bias is not None,
-            ROWS=rows,
-            BLOCK_E=block,
             BLOCK_K=next_power_of_2(top_k),
             BLOCK_G=next_power_of_2(groups),
         )
@@ -164,27 +147,15 @@ def topk_sigmoid_fwd(logits, bias, options):
 def topk_sigmoid_bwd(dweights, logits, index, options):
     """Launch the gradient of the logits."""
     _, _, _, normalised, scale, eps = options
-    logits, dweights, (T, E) = unit_stride_rows(logits), dweights.contiguous(), logits.shape
-    dlogits = logits.new_empty((T, E))
+    dlogits = logits.new_empty(logits.shape)
     if dlogits.numel():
-        rows, block, warps = row_tile(E, logits.itemsize)
-        launch(
+        launch_rows(
             topk_sigmoid_bwd_kernel,
-            (cdiv(T, rows),),
             logits,
-            num_warps=warps,
-            DWeights=dweights,
-            Logits=logits,
-            Index=index,
-            DLogits=dlogits,
-            T=T,
-            E=E,
-            stride_t=logits.stride(0),
+            {"DWeights": dweights.contiguous(), "Index": index, "DLogits": dlogits},
             scale=scale,
             eps=eps,
             TOP_K=index.shape[1],
             NORMALISED=normalised,
-            ROWS=rows,
-            BLOCK_E=block,
         )
     return dlogits

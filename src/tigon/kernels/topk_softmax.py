@@ -37,6 +37,28 @@ def nan_of(x):
 
 
 @triton.jit
+def gradients_of_chosen(DWeights, Index, rows, cols, T, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(the gradient of each expert's weight, which is 0 for those that were not chosen, and which were chosen)"""
+    g = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
+    chosen = tl.zeros([ROWS, BLOCK_E], dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(Index + rows * TOP_K + k, mask=rows < T, other=0).to(tl.int32)
+        dw = tl.load(DWeights + rows * TOP_K + k, mask=rows < T, other=0.0).to(tl.float32)
+        here = cols[None, :] == expert[:, None]
+        g = tl.where(here, dw[:, None], g)
+        chosen = tl.where(here, 1, chosen)
+    return g, chosen
+
+
+@triton.jit
+def store_choice(Weights, Index, weights, index, rows, ks, T, TOP_K: tl.constexpr):
+    inside = (rows < T)[:, None] & (ks < TOP_K)[None, :]
+    place = rows[:, None] * TOP_K + ks[None, :]
+    tl.store(Weights + place, weights.to(Weights.dtype.element_ty), mask=inside)
+    tl.store(Index + place, index.to(tl.int64), mask=inside)
+
+
+@triton.jit
 def topk_softmax_fwd_kernel(
     Logits,  # (T, E)
     Weights,  # (T, TOP_K)
@@ -46,9 +68,9 @@ def topk_softmax_fwd_kernel(
     stride_t,
     TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols, ks = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -68,17 +90,13 @@ def topk_softmax_fwd_kernel(
         total = tl.sum(tl.where((ks < TOP_K)[None, :], top, 0.0), axis=1) + nan_of(x)
     else:
         total = tl.sum(tl.exp(x - largest[:, None]), axis=1)
-    weights = top / total[:, None]
-    inside = (rows < T)[:, None] & (ks < TOP_K)[None, :]
-    place = rows[:, None] * TOP_K + ks[None, :]
-    tl.store(Weights + place, weights.to(Weights.dtype.element_ty), mask=inside)
-    tl.store(Index + place, index.to(tl.int64), mask=inside)
+    store_choice(Weights, Index, top / total[:, None], index, rows, ks, T, TOP_K)
 
 
 @triton.jit
 def topk_softmax_bwd_kernel(
-    DWeights,  # (T, TOP_K)
     Logits,  # (T, E)
+    DWeights,  # (T, TOP_K)
     Index,  # (T, TOP_K)
     DLogits,  # (T, E)
     T,
@@ -93,14 +111,7 @@ def topk_softmax_bwd_kernel(
     cols = tl.arange(0, BLOCK_E)
     there = (rows < T)[:, None] & (cols < E)[None, :]
     x = tl.load(Logits + rows[:, None] * stride_t + cols[None, :], mask=there, other=float("-inf")).to(tl.float32)
-    g = tl.zeros([ROWS, BLOCK_E], dtype=tl.float32)
-    chosen = tl.zeros([ROWS, BLOCK_E], dtype=tl.int32)
-    for k in tl.static_range(TOP_K):
-        expert = tl.load(Index + rows * TOP_K + k, mask=rows < T, other=0).to(tl.int32)
-        dw = tl.load(DWeights + rows * TOP_K + k, mask=rows < T, other=0.0).to(tl.float32)
-        here = cols[None, :] == expert[:, None]
-        g = tl.where(here, dw[:, None], g)
-        chosen = tl.where(here, 1, chosen)
+    g, chosen = gradients_of_chosen(DWeights, Index, rows, cols, T, TOP_K, ROWS, BLOCK_E)
     p = tl.exp(x - tl.max(x, axis=1)[:, None])
     if NORMALISED:
         p = tl.where(chosen != 0, p, 0.0) + nan_of(x)[:, None]
@@ -122,28 +133,42 @@ def unit_stride_rows(logits):
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
+def empty_choice(logits, top_k, dtype):
+    """Memory for the weights in `dtype` and the experts of each token, (T, K)."""
+    shape, device = (logits.shape[0], top_k), logits.device
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=torch.int64, device=device)
+
+
+def launch_rows(kernel, logits, tensors, **numbers):
+    """Launch a router's kernel for logits (T, E), of which a program holds whole rows. tensors: the others."""
+    logits, (T, E) = unit_stride_rows(logits), logits.shape
+    rows, block, warps = row_tile(E, logits.itemsize)
+    launch(
+        kernel,
+        (cdiv(T, rows),),
+        logits,
+        num_warps=warps,
+        Logits=logits,
+        **tensors,
+        T=T,
+        E=E,
+        stride_t=logits.stride(0),
+        **numbers,
+        ROWS=rows,
+        BLOCK_E=block,
+    )
+
+
 def topk_softmax_fwd(logits, top_k, normalised, dtype):
     """Launch the router of (T, E). Returns the weights (T, K) in `dtype` and the experts (T, K)."""
-    logits, (T, E) = unit_stride_rows(logits), logits.shape
-    weights = torch.empty((T, top_k), dtype=dtype, device=logits.device)
-    index = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
+    weights, index = empty_choice(logits, top_k, dtype)
     if weights.numel():
-        rows, block, warps = row_tile(E, logits.itemsize)
-        launch(
+        launch_rows(
             topk_softmax_fwd_kernel,
-            (cdiv(T, rows),),
             logits,
-            num_warps=warps,
-            Logits=logits,
-            Weights=weights,
-            Index=index,
-            T=T,
-            E=E,
-            stride_t=logits.stride(0),
+            {"Weights": weights, "Index": index},
             TOP_K=top_k,
             NORMALISED=normalised,
-            ROWS=rows,
-            BLOCK_E=block,
             BLOCK_K=next_power_of_2(top_k),
         )
     return weights, index
@@ -151,25 +176,8 @@ def topk_softmax_fwd(logits, top_k, normalised, dtype):
 
 def topk_softmax_bwd(dweights, logits, index, normalised):
     """Launch the gradient of the logits."""
-    logits, dweights, (T, E) = unit_stride_rows(logits), dweights.contiguous(), logits.shape
-    dlogits = logits.new_empty((T, E))
+    dlogits = logits.new_empty(logits.shape)
     if dlogits.numel():
-        rows, block, warps = row_tile(E, logits.itemsize)
-        launch(
-            topk_softmax_bwd_kernel,
-            (cdiv(T, rows),),
-            logits,
-            num_warps=warps,
-            DWeights=dweights,
-            Logits=logits,
-            Index=index,
-            DLogits=dlogits,
-            T=T,
-            E=E,
-            stride_t=logits.stride(0),
-            TOP_K=index.shape[1],
-            NORMALISED=normalised,
-            ROWS=rows,
-            BLOCK_E=block,
-        )
+        tensors = {"DWeights": dweights.contiguous(), "Index": index, "DLogits": dlogits}
+        launch_rows(topk_softmax_bwd_kernel, logits, tensors, TOP_K=index.shape[1], NORMALISED=normalised)
     return dlogits

@@ -140,13 +140,12 @@ def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
     """Path and module of each layer with a state, and what runs its parts of each kind."""
-    found = []
-    for path, module in model.named_modules():
-        cls = type(module)
-        if kinds := [kind for kind in KINDS if kind.calls & _calls(cls)]:
-            in_hub = getattr(model, "use_kernels", False)
-            found.append((path, module, {kind: HUB if in_hub else runs_in(kind, cls) for kind in kinds}))
-    return found
+    in_hub, kinds_of = getattr(model, "use_kernels", False), _kinds_of(model)
+    return [
+        (path, module, {kind: HUB if in_hub else runs_in(kind, type(module)) for kind in kinds})
+        for path, module in model.named_modules()
+        if (kinds := kinds_of[type(module)])
+    ]
 
 
 def takes_documents(runs: Mapping[str, str]) -> bool:
@@ -231,10 +230,16 @@ def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = 
 
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:
     """The classes of the layers of each kind that the model has, one per layer."""
+    kinds_of = _kinds_of(model)
     classes = [type(module) for module in model.modules()]
-    called = {cls: _calls(cls) for cls in {*classes}}
-    found = {kind: [cls for cls in classes if kind.calls & called[cls]] for kind in KINDS}
+    found = {kind: [cls for cls in classes if kind in kinds_of[cls]] for kind in KINDS}
     return {kind: layers for kind, layers in found.items() if layers}
+
+
+def _kinds_of(model: nn.Module) -> dict[type[nn.Module], list[LayerKind]]:
+    """Class of the model's modules -> the kinds that its methods call."""
+    called = {cls: _calls(cls) for cls in {type(module) for module in model.modules()}}
+    return {cls: [kind for kind in KINDS if kind.calls & names] for cls, names in called.items()}
 
 
 def _calls(cls: type[nn.Module]) -> frozenset[str]:

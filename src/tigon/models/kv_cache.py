@@ -18,23 +18,35 @@ def kv_widths(config: PreTrainedConfig, tokens: int) -> list[tuple[int, int]]:
     Layers without attention count as layers with attention, so that the size is an upper bound.
     """
     text = config.get_text_config()
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_width, value_width = getattr(text, "qk_head_dim", None) or width, getattr(text, "v_head_dim", None) or width
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     window = getattr(text, "sliding_window", None) or tokens
-    kept = [min(tokens, window - 1) if kind == "sliding_attention" else tokens for kind in kinds]
-    return [(_key_heads(text) * key_width * n, _key_heads(text) * value_width * n) for n in kept]
+    widths = []
+    for kind, layer in zip(kinds, layer_configs(text), strict=True):
+        kept = min(tokens, window - 1) if kind == "sliding_attention" else tokens
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        each = (getattr(layer, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
+        keys, values = (_key_heads(layer) * size * kept for size in each)
+        widths.append((keys, values))
+    return widths
 
 
 def queries_per_key(config: PreTrainedConfig) -> int:
-    """How many query heads share the keys and values of one key head."""
-    text = config.get_text_config()
-    return int(text.num_attention_heads // _key_heads(text))
+    """The most query heads that share the keys and values of one key head."""
+    return max(int(layer.num_attention_heads // _key_heads(layer)) for layer in layer_configs(config.get_text_config()))
 
 
-def _key_heads(text: PreTrainedConfig) -> int:
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+def layer_configs(text: PreTrainedConfig) -> list[Any]:
+    """The config of each layer of a language model.
+
+    Layers of Gemma 4 differ in their heads. transformers then refuses to read these numbers from the whole config.
+    """
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * text.num_hidden_layers
+
+
+def _key_heads(layer: PreTrainedConfig) -> int:
+    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")

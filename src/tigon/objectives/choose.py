@@ -11,8 +11,8 @@ from tigon import objectives
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.classifier import task_of
 from tigon.objectives.base import Objective, PlannedObjective
-from tigon.objectives.post_training import rules as post_training_rules
 from tigon.objectives.post_training.objective import PostTraining
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.recipe.keys import Recipe
 
 if TYPE_CHECKING:

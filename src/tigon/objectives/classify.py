@@ -18,8 +18,8 @@ from tigon.data.packing import Collator
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.classifier import SEQUENCE, as_classifier, labels_of, set_pad_id, task_of
-from tigon.objectives import classify_rules
 from tigon.objectives.base import Objective, PlannedObjective, Reduce, Rows, TracedModels
+from tigon.objectives.rules import classify as classify_rules
 from tigon.recipe.keys import DataConfig, Recipe
 from tigon.techniques.keys.settings import Settings
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS, checkpoint_of
-from tigon.objectives import classify_rules
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import classify as classify_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
-from tigon.recipe.rules import Rule, Rules, other_keys, watches_eval_loss
+from tigon.recipe.rules import Rule, Rules, broken, other_keys, watches_eval_loss
 from tigon.techniques.condition import Condition, Switch
 from tigon.techniques.keys.settings import Settings
 
@@ -176,8 +176,7 @@ _HEADS = (
 
 def heads_refusals(stage: int, kind: str, settings: Settings) -> Iterator[str]:
     """The reasons why heads of this stage and kind cannot be trained with these settings, one sentence each."""
-    recipe = Recipe.around(settings, {"heads.stage": stage, "heads.kind": kind})
-    return (rule.reason for rule in _HEADS if rule.breaks(recipe))
+    return broken(_HEADS, settings, {"heads.stage": stage, "heads.kind": kind})
 
 
 _OF_HEADS = Rules(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tigon.errors import UsageError
+from tigon.models.kv_cache import layer_configs
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.recipe.keys import Recipe
@@ -141,12 +142,13 @@ def check(request: Request) -> None:
     if text.num_hidden_layers < 1:
         depth = text.num_hidden_layers
         raise UsageError(f"{request.model} has num_hidden_layers {depth}; a model has at least one layer.")
-    heads, key_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
-        raise UsageError(
-            f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
-            f"{heads}; correct its config.json."
-        )
+    for layer in layer_configs(text):
+        heads, key_heads = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+            raise UsageError(
+                f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
+                f"{heads}; correct its config.json."
+            )
     if is_by_layer(request.settings.train.checkpointing):
         states_of(request.settings.train.checkpointing, text.num_hidden_layers)
     if refusal := request.objective.batch_refusal(request.batch):

@@ -34,7 +34,8 @@ class Alias:
 _OPTIMIZERS = {
     "adamw_torch": "adamw-foreach", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw-8bit",
     "adamw_bnb_8bit": "adamw-8bit", "paged_adamw_32bit": "paged-adamw", "paged_adamw_8bit": "paged-adamw-8bit",
-    "lion_8bit": "lion-8bit",
+    "lion_8bit": "lion-8bit", "ademamix_8bit": "ademamix-8bit", "paged_ademamix_32bit": "paged-ademamix",
+    "paged_ademamix_8bit": "paged-ademamix-8bit", "schedule_free_adamw": "schedule-free",
 }  # fmt: skip
 _SWITCH = {True: "full", False: "none"}
 _ANSWERS = {True: "answers", False: "all"}

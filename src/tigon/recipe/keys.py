@@ -318,9 +318,9 @@ class PostTrainingConfig(Section):
     """grpo: records in a row that `stop_reward_drop` and `stop_clipped_share` wait for."""
     generator: str = key("auto", choices=("auto", "tigon", "transformers"))
     """grpo, distill: what writes the completions. `tigon`: the trained model in CUDA graphs, with each prompt computed
-    once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon on a GPU
-    without autocast (`train.precision: bf16`), with `model.kernels: tigon`, and without ZeRO, FSDP2 and
-    `lora.base_offload`, if it can decode the model; otherwise transformers, and a line says why."""
+    once; `transformers`: its `generate`, or what `generation` chooses; `auto`: tigon on a GPU with
+    `model.kernels: tigon` and without ZeRO, FSDP2 and `lora.base_offload`, if it can decode the model; otherwise
+    transformers, and a line says why."""
     generation: Mapping[str, Any] | None = key(None)
     """grpo, distill: how completions are written, by TRL's names, e.g. `{top_p: 0.9}`, `{use_vllm: true, vllm_mode:
     server}`, or for grpo `{use_transformers_continuous_batching: true}`."""

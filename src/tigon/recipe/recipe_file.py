@@ -187,38 +187,15 @@ def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int],
                 raise RecipeError(f"{path}:{key_node.start_mark.line + 1}: {child} is given twice; keep one of them")
             seen.add(name)
             if key_node.tag == MERGE and isinstance(value_node, yaml.SequenceNode):
-                _refuse_repeated(value_node, path, dotted)
+                raise RecipeError(
+                    f"{path}:{key_node.start_mark.line + 1}: << takes one mapping, because YAML would silently keep "
+                    "one of two equal keys in a list; merge one mapping, and write the other keys out"
+                )
             lines[child] = key_node.start_mark.line + 1
             _walk(value_node, path, child, depth + 1, lines, count)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _walk(item, path, dotted, depth + 1, lines, count)
-
-
-def _refuse_repeated(merged: Any, path: Path, dotted: str) -> None:
-    """Refuse a key that two mappings of a merge list have. YAML would silently keep one of them."""
-    seen: set[str] = set()
-    for mapping in merged.value:
-        own = _merged_keys(mapping)
-        for name in own:
-            if name in seen:
-                child = f"{dotted}.{name}" if dotted else name
-                raise RecipeError(f"{path}:{own[name]}: {child} is given twice in the list of <<; keep one of them")
-        seen |= own.keys()
-
-
-def _merged_keys(node: Any) -> dict[str, int]:
-    """The keys that a mapping has, its own and those that it merges in, with their lines."""
-    import yaml
-
-    keys: dict[str, int] = {}
-    if isinstance(node, yaml.SequenceNode):
-        for part in node.value:
-            keys |= _merged_keys(part)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            keys |= _merged_keys(value) if key.tag == MERGE else {str(key.value): key.start_mark.line + 1}
-    return keys
 
 
 def _without_aliases(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> dict[str, Any]:

@@ -6,14 +6,16 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tigon.data.source.formats import check_source
 from tigon.errors import DataError, RecipeError
 from tigon.recipe.keys import NAME_CHARACTERS, RESERVED_NAMES, SECTIONS, Recipe
 from tigon.techniques import SWITCHES
 from tigon.techniques.condition import Condition, Switch
+from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers.table import OPTIMIZERS
 
@@ -30,6 +32,12 @@ class Rule:
         if callable(self.when):
             return self.when(recipe)
         return all(condition.holds(recipe) for condition in self.when)
+
+
+def broken(rules: Iterable[Rule], settings: Settings, keys: Mapping[str, Any]) -> Iterator[str]:
+    """The reasons why these settings and recipe keys, with defaults for the others, are refused."""
+    recipe = Recipe.around(settings, keys)
+    return (rule.reason for rule in rules if rule.breaks(recipe))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The charts of a sweep as SVG: grouped bars of peak memory, lines of memory and throughput along an axis of the grid.
+"""The charts of a sweep as SVG: lines along an axis of numbers, and a bar per point along any other axis.
 
-A point without a figure is marked with its status, such as OOM, at its place. Names come from the sweep file, so
-mathematics in them is not parsed, and matplotlib escapes them in the SVG.
+A bar without a figure has the point's status, such as OOM. Lines mark out of memory with a cross. Names come from the
+sweep file, so mathematics in them is not parsed, and matplotlib escapes them in the SVG.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unicodedata import east_asian_width
 
-from tigon.report.chart import INK, LIMIT, horizontal_bars, new_figure, svg
+from rich.cells import cell_len, set_cell_size
+
+from tigon.report.chart import INK, LIMIT, horizontal_bars, new_figure, svg, whole_numbers
 from tigon.sweep import failures
 from tigon.sweep.points import short
 
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Colour, hatch and marker per variant: readers can tell variants apart without colour. The usual names of the kernels
-# look the same in every sweep. Other names get the remaining looks in order.
+# Colour and marker per variant: readers can tell variants apart without colour. The usual names of the kernels look the
+# same in every sweep. Other names get the remaining looks in order.
 LOOKS = (
-    ("#6b7280", "", "o"), ("#0f766e", "//", "s"), ("#c2410c", "", "^"), ("#1d4ed8", "\\\\", "D"),
-    ("#7e22ce", "xx", "v"), ("#a16207", "..", "<"), ("#be185d", "--", ">"), ("#4d7c0f", "++", "P"),
+    ("#6b7280", "o"), ("#0f766e", "s"), ("#c2410c", "^"), ("#1d4ed8", "D"),
+    ("#7e22ce", "v"), ("#a16207", "<"), ("#be185d", ">"), ("#4d7c0f", "P"),
 )  # fmt: skip
 _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
 GIB = 1 << 30
 MOST_CHARTS = 12
 # How many letters fit at the charts' width and font size. Longer names are shortened; the table has them in full.
 _LEGEND_LINE, _LEGEND_NAME, _LEGEND_KEY = 112, 90, 7
-_ROW_NAME, _TICKS, _TITLE = 60, 96, 110
+_ROW_NAME, _TITLE = 60, 110
 _NEAR = 0.16  # fraction of a line chart's axis: numbers of six digits overlap at a smaller distance
 _LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
@@ -71,6 +72,11 @@ class Slice:
     @property
     def numeric(self) -> bool:
         return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in self.values)
+
+    def ordered(self, variants: Sequence[str]) -> list[Row]:
+        """The points by value, and of one value by variant."""
+        places = ((variant, value) for value in self.values for variant in variants)
+        return [self.rows[place] for place in places if place in self.rows]
 
     @property
     def title(self) -> str:
@@ -121,67 +127,13 @@ def _planned(results: Mapping[str, Any]) -> list[tuple[str, Callable[[str], str]
         if not any(row["status"] == failures.OK for row in part.rows.values()) or len(charts) >= MOST_CHARTS:
             continue
         name = f"{short(part.axis).replace('_', '-')}-{number}"
-        charts.append((f"bars-{name}", partial(bars, results, part)))
         if part.numeric:
             charts.append((f"lines-{name}", partial(lines, results, part)))
+        else:
+            charts.append((f"bars-{name}", partial(bars, results, part.ordered(results["variants"]), part=part)))
     if not charts and any(row["status"] == failures.OK for row in results["points"]):
-        charts.append(("points", partial(ranking, results, results["points"])))
+        charts.append(("points", partial(bars, results, results["points"])))
     return charts
-
-
-# --- grouped bars ----------------------------------------------------------------------------------------------------
-
-
-def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
-    """Peak memory and tokens/s: one group of bars per value, one bar per variant."""
-    figure, panels = new_figure(2, columns=1, height=5.6)
-    for axes, (label, value_of) in zip(panels, QUANTITIES, strict=True):
-        _group(axes, results, part, value_of)
-        axes.set_ylabel(label, color=INK)
-    panels[1].set_xlabel(axis_words(part.axis), color=INK)
-    if part.title:
-        panels[0].set_title(shortened(part.title, _TITLE), color=INK, fontsize=9, loc="left")
-    _limit(panels[0], results)
-    _legend(figure, panels[0])
-    return svg(figure, name)
-
-
-def _group(axes: Axes, results: Mapping[str, Any], part: Slice, value_of: Callable[[Row], float | None]) -> None:
-    variants = _variants(results, part)
-    width = 0.84 / len(variants)
-    top = max((value_of(row) or 0 for row in part.rows.values() if row["status"] == failures.OK), default=1)
-    for number, variant in enumerate(variants):
-        color, hatch, _ = _look(results, variant)
-        places, heights = [], []
-        for group, value in enumerate(part.values):
-            row = part.rows.get((variant, value))
-            place = group + (number - (len(variants) - 1) / 2) * width
-            height = value_of(row) if row is not None and row["status"] == failures.OK else None
-            if height is not None:
-                places.append(place)
-                heights.append(height)
-            elif row is not None:
-                look: dict[str, Any] = {
-                    "ha": "center",
-                    "va": "bottom",
-                    "fontsize": 7,
-                    "color": color,
-                    "fontweight": "bold",
-                }
-                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, **look)
-        # a variant without figures gets a bar of height 0, so that the legend shows its colour
-        bars: dict[str, Any] = {
-            "color": color,
-            "hatch": hatch,
-            "edgecolor": "white",
-            "lw": 0.4,
-            "label": _label(variant),
-        }
-        axes.bar(places or [0], heights or [0], width * 0.92, **bars)
-    room = max(6, _TICKS // len(part.values))
-    axes.set_xticks(range(len(part.values)), [shortened(_tick(value), room) for value in part.values])
-    axes.set_xlim(-0.6, len(part.values) - 0.4)
-    axes.set_ylim(0, 1.12 * top)
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -192,7 +144,7 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
     figure, (memory, speed) = new_figure(2, columns=2, height=3.5)
     predicted = False
     for variant in _variants(results, part):
-        color, _, marker = _look(results, variant)
+        color, marker = _look(results, variant)
         own = [(value, part.rows[variant, value]) for value in part.values if (variant, value) in part.rows]
         ok = [(value, row) for value, row in own if row["status"] == failures.OK]
         look: dict[str, Any] = {"color": color, "marker": marker, "ms": 4, "lw": 1.6}
@@ -247,28 +199,34 @@ def _number_axis(axes: Axes, part: Slice) -> None:
 # --- one bar per point -----------------------------------------------------------------------------------------------
 
 
-def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
-    """Peak memory and tokens/s of every point, one bar per point. For sweeps without an axis."""
+def bars(results: Mapping[str, Any], rows: Sequence[Row], name: str, *, part: Slice | None = None) -> str:
+    """Peak memory and tokens/s, one bar per point. part: the points' slice, in which a variant has one colour."""
     figure, panels = new_figure(2, columns=2, height=max(2.4, 0.8 + 0.26 * len(rows)))
-    labels = [shortened(row["id"], _ROW_NAME) for row in rows]
+    own = [f"{row['variant']}, {_tick(row['axes'][part.axis])}" if part else row["id"] for row in rows]
+    labels = [shortened(text, _ROW_NAME) for text in own]
+    colours = [_look(results, row["variant"])[0] for row in rows] if part else LOOKS[2][0]
     for axes, (unit, value_of) in zip(panels, QUANTITIES, strict=True):
         values = [value_of(row) if row["status"] == failures.OK else None for row in rows]
         texts = [
             failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
             for row, value in zip(rows, values, strict=True)
         ]
-        horizontal_bars(axes, labels, [value or 0 for value in values], unit=unit, colours=LOOKS[2][0], texts=texts)
+        horizontal_bars(axes, labels, [value or 0 for value in values], unit=unit, colours=colours, texts=texts)
     panels[1].tick_params(labelleft=False)  # the points are those of the first panel
+    whole_numbers(panels[1])
     predicted = [
         (place, row["predicted_allocated_bytes"] / GIB)
         for place, row in enumerate(rows)
         if row["predicted_allocated_bytes"] and row["status"] == failures.OK
     ]
-    if predicted:
-        memory, sizes = panels[0], [size for _, size in predicted]
-        memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
-        memory.set_title("line: predicted", color=INK, fontsize=8, loc="left")
-        memory.set_xlim(0, 1.25 * max([*sizes, *(peak_gib(row) or 0 for row in rows)]))
+    memory, sizes = panels[0], [size for _, size in predicted]
+    memory.plot(sizes, [place for place, _ in predicted], "|", color=INK, ms=9, mew=1.4)
+    memory.set_xlim(0, 1.25 * max([*sizes, *(peak_gib(row) or 0 for row in rows)]))
+    notes = [shortened(part.title, _TITLE) if part else "", "line: predicted" if predicted else ""]
+    if limit_bytes := results["memory_limit_bytes"]:
+        memory.axvline(limit_bytes / GIB, color=LIMIT, ls="--", lw=1)
+        notes.append(f"dashed: limit of {limit_bytes / GIB:g} GiB")
+    figure.suptitle(" · ".join(filter(None, notes)), x=0.01, ha="left", color=INK, fontsize=8)
     return svg(figure, name)
 
 
@@ -279,8 +237,8 @@ def _variants(results: Mapping[str, Any], part: Slice) -> list[str]:
     return [name for name in results["variants"] if any(variant == name for variant, _ in part.rows)]
 
 
-def _look(results: Mapping[str, Any], variant: str) -> tuple[str, str, str]:
-    """(colour, hatch, marker)"""
+def _look(results: Mapping[str, Any], variant: str) -> tuple[str, str]:
+    """(colour, marker)"""
     if variant in _OWN_LOOKS:
         return LOOKS[_OWN_LOOKS[variant]]
     used = {_OWN_LOOKS[name] for name in results["variants"] if name in _OWN_LOOKS}
@@ -306,33 +264,17 @@ def _legend(figure: Figure, axes: Axes) -> None:
         return
     labels = [shortened(label, _LEGEND_NAME) for label in labels]
     most = min(5, len(labels))
-    ncols = next((n for n in range(most, 1, -1) if _legend_width(labels, n) <= _LEGEND_LINE), 1)
+    ncols = max(1, min(most, _LEGEND_LINE // (max(map(cell_len, labels)) + _LEGEND_KEY)))
     more_lines = -(-len(labels) // ncols) - -(-len(labels) // most)
     figure.set_figheight(figure.get_figheight() + more_lines * _LEGEND_LINE_INCHES)
     figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, fontsize=8)
 
 
-def _legend_width(labels: Sequence[str], ncols: int) -> int:
-    """Width in letters of a legend of `ncols` columns, which matplotlib fills one after the other."""
-    lines = -(-len(labels) // ncols)
-    return sum(max(map(_width, labels[first : first + lines])) + _LEGEND_KEY for first in range(0, len(labels), lines))
-
-
 def shortened(text: str, columns: int) -> str:
     """Shorten text to `columns` letters by cutting out the middle, because names often differ at their ends."""
-    if _width(text) <= columns:
+    if cell_len(text) <= columns:
         return text
-    return _beginning(text, 2 * columns // 3) + "…" + _beginning(text[::-1], columns // 3 - 1)[::-1]
-
-
-def _beginning(text: str, columns: int) -> str:
-    """The longest prefix that is at most `columns` wide."""
-    return next(text[:n] for n in range(min(len(text), columns), -1, -1) if _width(text[:n]) <= columns)
-
-
-def _width(text: str) -> int:
-    """Width in Latin letters. Wide characters, such as Chinese and Japanese ones, count as two."""
-    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+    return set_cell_size(text, 2 * columns // 3) + "…" + set_cell_size(text[::-1], columns // 3 - 1)[::-1]
 
 
 def _label(text: str) -> str:

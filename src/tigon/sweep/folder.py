@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tigon.bench.record import other_machine
 from tigon.errors import RunFolderError
 from tigon.sweep.points import Point
 from tigon.sweep.schema import read_predictions, read_record
@@ -32,7 +33,6 @@ COLUMNS = (
     *("step_s_low", "step_s_high", "tokens_per_s", "last_loss", "predicted_allocated_bytes"),
     *("predicted_reserved_bytes", "predicted_step_s", "repeats", "wall_s"),
 )
-_SAME = ("device", "driver", "versions")
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,13 @@ def check_machine(environments: Iterable[Mapping[str, Any]], here: Mapping[str, 
     path: the folder that the environments come from. Raises RunFolderError if an environment has another device, driver
     or versions.
     """
-    way = "draw the existing results with --draw, or choose another folder with --out"
     for environment in environments:
-        for name in _SAME:
-            if environment[name] != here[name]:
-                was, now = _difference(environment[name], here[name])
-                raise RunFolderError(f"{path}: its points were measured with {name} {was}, and here it is {now}; {way}")
-
-
-def _difference(was: object, now: object) -> tuple[str, str]:
-    if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
-        return str(was), str(now)
-    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    return ", ".join(f"{name} {was.get(name)}" for name in names), ", ".join(
-        f"{name} {now.get(name)}" for name in names
-    )
+        if other := other_machine(environment, here):
+            name, was, now = other
+            raise RunFolderError(
+                f"{path}: its points were measured with {name} {was}, and here it is {now}; draw the existing results "
+                "with --draw, or choose another folder with --out"
+            )
 
 
 def as_csv(results: Mapping[str, Any]) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 from tigon.errors import RecipeError
-from tigon.objectives import classify_rules, recipe_checks
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives import recipe_checks
+from tigon.objectives.rules.classify import CLASSIFICATION
+from tigon.objectives.rules.post_training import POST_TRAINING
 from tigon.recipe.keys import Recipe
 from tigon.sweep.definition import TRAINING_ALONE, Sweep, Variant, check_key
 
@@ -89,8 +90,8 @@ def expand(
         point = Point(variant=variant.name, axes=axes, recipe=None, unchecked=variant.unchecked)
         try:
             recipe = recipe_checks.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
-            post_training_rules.refuse(recipe, "tigon sweep")
-            classify_rules.refuse(recipe, "tigon sweep")
+            for objectives in (CLASSIFICATION, POST_TRAINING):
+                objectives.refuse(recipe, "tigon sweep")
         except RecipeError as error:
             point = replace(point, refused=_reason(error, file))
         else:

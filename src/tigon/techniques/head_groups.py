@@ -13,6 +13,7 @@ function is called for each group, and a copy joins the outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -251,10 +252,12 @@ def check_has_attention(config: PreTrainedConfig, key: str) -> None:
 
 
 def key_heads(config: PreTrainedConfig) -> int:
-    """Returns the number of key heads of a transformers config; 1 for a family without attention, such as Mamba."""
+    """Returns the number of key heads of a transformers config, or the largest divisor of those of all layers; 1 for a
+    family without attention, such as Mamba."""
     text = text_config(config)
-    number = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    return int(number or 1)
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]  # Gemma 4's layers differ
+    numbers = (getattr(each, "num_key_value_heads", None) or getattr(each, "num_attention_heads", 1) for each in layers)
+    return math.gcd(*(int(number or 1) for number in numbers))
 
 
 def check_groups(config: PreTrainedConfig, groups: int) -> None:

@@ -14,12 +14,13 @@ from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    pass
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "bnb",
     "torchao": "torchao",
+    "schedulefree": "schedulefree",
     "deepspeed": "deepspeed",
     "peft": "train",
 }
@@ -54,28 +55,8 @@ class RunInfo:
         return max((sum(sizes) for layer, sizes in self.by_layer().items() if layer), default=0)
 
 
-def _no_options(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
-    return {}
-
-
-def _same_model(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    return model
-
-
-def _fits_every_model(config: PreTrainedConfig, settings: Settings) -> None:
-    return
-
-
 Spans = Callable[[int, int], Iterator[slice]]
 """(tokens, tokens of a tile) -> the tiles to compute."""
-
-
-def _any_machine(settings: Settings, device: torch.device) -> None:
-    return
-
-
-def _traced_as_it_is(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:
-    return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +82,15 @@ class Technique:
     """The recipe lines that switch it on, as dotted keys."""
     chosen: tuple[Condition, ...]
     """A run uses it when all of these hold."""
-    arguments: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_options
+    arguments: Callable[[Settings, RunInfo], Mapping[str, Any]] = lambda settings, run_info: {}
     """Values for transformers' TrainingArguments."""
-    load: Callable[[Settings, RunInfo], Mapping[str, Any]] = _no_options
+    load: Callable[[Settings, RunInfo], Mapping[str, Any]] = lambda settings, run_info: {}
     """Options for from_pretrained."""
-    model: Callable[[Any, Settings, RunInfo], Any] = _same_model
+    model: Callable[[Any, Settings, RunInfo], Any] = lambda model, settings, run_info: model
     """Changes the model after it is loaded and patched."""
-    fits: Callable[[Any, Settings], None] = _fits_every_model
+    fits: Callable[[Any, Settings], None] = lambda config, settings: None
     """(transformers config, settings): raises RecipeError if the model cannot run with it. Called for every run."""
-    trace: Callable[[Any, Settings, Spans], None] = _traced_as_it_is
+    trace: Callable[[Any, Settings, Spans], None] = lambda model, settings, spans: None
     """Changes the planner's model, which has no data. Called for every trace, whose `Spans` leave out equal tiles. It
     reads only keys that say `traced`."""
 
@@ -165,7 +146,7 @@ class Declaration:
     the default, or a function."""
     exclusions: tuple[Exclusion, ...] = ()
     switches: tuple[Switch, ...] = ()
-    machine: Callable[[Settings, torch.device], None] = _any_machine
+    machine: Callable[[Settings, torch.device], None] = lambda settings, device: None
     """Raises RecipeError if this machine, with the device of the run, cannot run these settings."""
     last: bool = False
     """It comes after the others in lists and in descriptions of a run."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tigon.errors import RecipeError
 from tigon.ops.products import keeps_graph
-from tigon.techniques.checkpointing.recompute import SavedInputs
+from tigon.techniques.checkpointing.recompute import Generators, SavedInputs
 from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration, RunInfo, Search, Spans, Technique
@@ -103,7 +103,7 @@ class _TiledMLP(torch.autograd.Function):
         ctx.tiles, ctx.device, ctx.saved = tiles, hidden.device, saved
         kind = hidden.device.type
         ctx.autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
-        ctx.rng = _rng_state(hidden.device) if tiles.draws() else None
+        ctx.rng = Generators(hidden.device) if tiles.draws() else None
         if not saved:
             ctx.save_for_backward(hidden)
         x_NH, out_NH = _rows(hidden), None
@@ -126,7 +126,8 @@ class _TiledMLP(torch.autograd.Function):
         x_NH, dout_NH = _rows(hidden), _rows(dout)
         dx_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
         sums: list[Tensor | None] = [None] * len(trained)
-        with torch.autocast(ctx.device.type, **ctx.autocast), _rng_of(ctx.rng, ctx.device):
+        same_masks = contextlib.nullcontext() if ctx.rng is None else ctx.rng.as_before()
+        with torch.autocast(ctx.device.type, **ctx.autocast), same_masks:
             for at in tiles.spans(x_NH.shape[1], tiles.tokens):
                 with torch.enable_grad():
                     tile_x = x_NH[:, at].detach().requires_grad_(dx_NH is not None)
@@ -155,23 +156,6 @@ def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
 def _rows(x: Tensor) -> Tensor:
     """Returns x as (1, N, H). MLPs expect three dimensions."""
     return x.reshape(1, -1, x.shape[-1])
-
-
-def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextlib.contextmanager
-def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Restores the random number generators to their state before the forward pass, so dropout draws equal masks."""
-    if state is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        yield
 
 
 def _trace(model: PreTrainedModel, settings: Settings, spans: Spans) -> None:

@@ -3,6 +3,7 @@
 find.py          RUN, folder or hub id -> where weights, adapters, heads and tokenizer are
 load.py          the model and the tokenizer in memory
 chat.py          a conversation in the terminal
+answers.py       the tokens of an answer: tigon's generator, transformers or heads
 export.py        weights in another dtype, merged adapters, the hub
 verify.py        the exported model beside the trained one: weights, layers, tokens, stop tokens
 probes.py        the texts on which they are compared

@@ -10,14 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from tigon import medusa
 from tigon.data.chat.render_chat import render_chat
-from tigon.errors import OptionError, TigonError, UsageError
-from tigon.models.loading.weight_files import one_line
+from tigon.errors import OptionError, UsageError
+from tigon.trained.answers import Answers
 from tigon.trained.load import Loaded
-from tigon.trainer.evaluation.generate import end_tokens, generated
 
 DEFAULT_TEMPERATURE = 0.7
 LEAST_TEMPERATURE = 1e-3  # logits divided by less overflow in 16 bits
@@ -37,6 +33,7 @@ class Conversation:
     temperature: float
     """0 takes the likeliest token each time."""
     system: str | None = None
+    generator: str = "auto"
     messages: list[dict[str, str]] = field(default_factory=list)
     _takes_parts: bool | None = None
     """Whether the template takes content as a list of parts; None: not known yet."""
@@ -56,6 +53,7 @@ class Conversation:
             raise OptionError("--system needs a chat template, which this model's tokenizer lacks; leave it out.")
         if self.system is not None:
             check_text(self.system, "--system")
+        self.answers = Answers(self.loaded, self.temperature, self.generator)
         self.reset()
 
     @property
@@ -84,7 +82,7 @@ class Conversation:
         ids = self._encode(asked) if self.has_template else self.loaded.tokenizer(text)["input_ids"]
         if not ids:
             raise OptionError("the message is empty; type some text.")
-        tokens = self._generate(list(ids), self._room(len(ids)))
+        tokens = self.answers.write(list(ids), self._room(len(ids)))
         answer = str(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
         if self.has_template:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
@@ -184,43 +182,6 @@ class Conversation:
         if used >= context:
             raise OptionError(f"the conversation has {used} tokens and the model takes {context}; type /reset.")
         return min(self.max_tokens, int(context) - used)
-
-    def _generate(self, ids: list[int], room: int) -> list[int]:
-        from transformers import LogitsProcessorList, TextStreamer
-
-        tokenizer, model, checks = self.loaded.tokenizer, self.loaded.model, LogitsProcessorList([_refuse_nonfinite])
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        ends = end_tokens(model, tokenizer)
-        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        try:
-            if self.loaded.has_heads:
-                ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
-                made = medusa.medusa_generate(
-                    model, ids_1T, max_new_tokens=room, eos_token_id=tokenizer.eos_token_id, streamer=streamer
-                )
-                return made.tokens
-            options = {"streamer": streamer, "eos_token_id": ends or None, "logits_processor": checks, **sampling}
-            return generated(model, tokenizer, ids, room, **options)
-        except (TigonError, OSError):
-            raise
-        except Exception as error:  # generation_config.json can ask for anything
-            raise UsageError(
-                f"the model cannot generate: {one_line(error)}; check its generation_config.json"
-            ) from None
-
-
-def _refuse_nonfinite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """A logits processor of `generate` that changes nothing. -inf is a token that the model rules out.
-
-    Raises:
-        UsageError: A logit is NaN or +inf, or all are -inf; the likeliest token would be an arbitrary one.
-    """
-    if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise UsageError(
-            f"the logits after {ids.shape[1]} tokens are not finite (NaN or infinite); the weights are damaged, or too "
-            f"large for {str(logits.dtype).removeprefix('torch.')}"
-        )
-    return logits
 
 
 def _in_parts(turn: dict[str, str]) -> dict[str, Any]:

@@ -10,14 +10,17 @@ from pathlib import Path
 from tigon.errors import RunFolderError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.presets import PRESETS
-from tigon.models.loading.weight_files import read_json
+from tigon.models.loading.weight_files import listed, read_json
 from tigon.objectives.recipe_checks import loads_saved
+from tigon.recipe.keys import OutputConfig
 from tigon.techniques.keys.lora import LOFTQ
 from tigon.trainer.checkpoint.checkpoint import MANIFEST, problem_of, step_of
 from tigon.trainer.checkpoint.distributed_checkpoint import is_distributed
 
 RECIPE, MODEL, ADAPTERS, HEADS, TOKENIZER = "recipe.yaml", "model", "adapters", "heads", "tokenizer"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+RUNS = Path(OutputConfig().folder)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ def _find(name: str) -> TrainedModel:
         return _in_folder(path)
     if name in PRESETS:
         raise UsageError(f"{name} is a preset, whose weights are random; give a run folder or a checkpoint.")
+    if path.parent == RUNS:
+        held = sorted(entry.name for entry in RUNS.iterdir()) if RUNS.is_dir() else []
+        there = f"{RUNS} holds {listed(held, 'folder')}" if held else f"there is no folder {RUNS}"
+        raise UsageError(f"{name} is not a folder, and {there}; give the folder of a run, or a checkpoint.")
     if is_hub_id(name):
         return TrainedModel(weights=name, tokenizer=name)
     raise UsageError(

@@ -134,6 +134,9 @@ def _write(model: Any, tokenizer: Any, target: Target, checked: Verification | N
     lines = []
     if stored.wider:
         lines.append(f"note       {len(stored.wider)} matrices are F16, because their rows are no multiple of 32")
+    if stored.uneven:
+        n, rest = len(stored.uneven), "because their rows are no multiple of 256, as in llama.cpp's files"
+        lines.append(f"note       {n} matrices are Q5_0 or Q8_0, {rest}")
     if checked is None:
         return [*lines, f"not verified: {target.file.name} was not read back"]
     ends = tuple(stored.tokenizer.special[name] for name in ("eos", "eot") if name in stored.tokenizer.special)

@@ -7,6 +7,7 @@ model in memory is what a reader of the file must compute.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from tigon._install import install_command
 from tigon.errors import OptionError, UsageError
-from tigon.trained import gguf_tokenizer
+from tigon.trained import gguf_k_quants, gguf_tokenizer
 from tigon.trainer.guards.nan_guard import first_overflow
 
 FAITHFUL = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-QUANTISED = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+QUANTISED = {"q8_0": "Q8_0", "q4_k_m": "Q4_K", "q4_0": "Q4_0"}
 TYPES = {**FAITHFUL, **QUANTISED}
 """The value of `--gguf` -> gguf's name of the type of weight matrices."""
 _FILE_TYPES = {
@@ -30,10 +31,15 @@ _FILE_TYPES = {
     "f16": "MOSTLY_F16",
     "bf16": "MOSTLY_BF16",
     "q8_0": "MOSTLY_Q8_0",
+    "q4_k_m": "MOSTLY_Q4_K_M",
     "q4_0": "MOSTLY_Q4_0",
 }
 _ENDS = ("token_embd.weight", "output.weight")
-"""Stored in 8 bits if the other matrices have 4; llama.cpp stores them in more bits than the rest too."""
+"""Stored in 8 bits if the other matrices are Q4_0; llama.cpp stores them in more bits than the rest too."""
+_SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
+"""Q6_K in some layers of a Q4_K_M file, by llama.cpp's rule."""
+_UNEVEN = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""What llama.cpp stores instead if rows are no multiple of 256."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,9 @@ class Stored:
 
     tokenizer: gguf_tokenizer.Vocabulary
     wider: tuple[str, ...]
-    """Matrices that are stored as F16, because their rows are not a multiple of a block."""
+    """Matrices that are stored as F16, because their rows are not a multiple of 32."""
+    uneven: tuple[str, ...]
+    """Matrices that are stored as Q5_0 or Q8_0, because their rows are not a multiple of 256."""
 
 
 def write(model: Any, tokenizer: Any, path: Path, kind: str, *, name: str) -> Stored:
@@ -117,21 +125,21 @@ def write(model: Any, tokenizer: Any, path: Path, kind: str, *, name: str) -> St
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary.add_to(writer)
     tensors = [*_tensors(model, family, gguf), *_rope_factors(model)]
-    types, wider = {}, []
+    wanted = {name: _wanted(name, kind, config) for name, weight, _ in tensors if weight.ndim > 1}
+    types = {name: _type_of(weight, wanted.get(name, "F32"), gguf) for name, weight, _ in tensors}
     for stored_name, weight, _ in tensors:
-        types[stored_name] = chosen = _type_of(stored_name, weight, kind, gguf)
-        if weight.ndim > 1 and chosen == gguf.GGMLQuantizationType.F16 and kind in QUANTISED:
-            wider.append(stored_name)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[chosen]
-        n_bytes = weight.numel() // block * block_bytes
-        writer.add_tensor_info(stored_name, tuple(weight.shape), numpy.dtype(numpy.float32), n_bytes, raw_dtype=chosen)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[types[stored_name]]
+        n_bytes, shape = weight.numel() // block * block_bytes, tuple(weight.shape)
+        writer.add_tensor_info(stored_name, shape, numpy.dtype(numpy.float32), n_bytes, raw_dtype=types[stored_name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for stored_name, weight, convert in tensors:
         writer.write_tensor_data(_rounded(stored_name, weight, convert, types[stored_name], gguf))
     writer.close()
-    return Stored(vocabulary, tuple(wider))
+    others = [name for name, first in wanted.items() if types[name].name != first]
+    wider = tuple(name for name in others if types[name].name == "F16")
+    return Stored(vocabulary, wider, tuple(name for name in others if name not in wider))
 
 
 # --- config -----------------------------------------------------------------------------------------------------------
@@ -194,13 +202,38 @@ def _rope_factors(model: Any) -> Iterator[tuple[str, Tensor, _Convert]]:
         yield "rope_freqs.weight", plain / scaled, lambda factors: factors
 
 
-def _type_of(stored_name: str, weight: Tensor, kind: str, gguf: Any) -> Any:
+def _wanted(stored_name: str, kind: str, config: Any) -> str:
+    """gguf's name of the type of a matrix, if its rows are a multiple of the type's block."""
+    if kind == "q4_0" and stored_name in _ENDS:
+        return "Q8_0"
+    if kind == "q4_k_m" and _has_6_bits(stored_name, config):
+        return "Q6_K"
+    return TYPES[kind]
+
+
+def _has_6_bits(stored_name: str, config: Any) -> bool:
+    """Whether a Q4_K_M file of llama.cpp has a matrix in Q6_K."""
+    if (sensitive := _SENSITIVE.fullmatch(stored_name)) is None:
+        head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
+        return stored_name == head
+    layer, n_layers = int(sensitive[1]), int(config.num_hidden_layers)
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _type_of(weight: Tensor, wanted: str, gguf: Any) -> Any:
     types = gguf.GGMLQuantizationType
-    if weight.ndim == 1:
-        return types.F32
-    chosen = types[TYPES["q8_0" if kind == "q4_0" and stored_name in _ENDS else kind]]
-    block, _ = gguf.GGML_QUANT_SIZES[chosen]
-    return types.F16 if weight.shape[-1] % block else chosen
+    for name in (wanted, _UNEVEN.get(wanted, wanted)):
+        if not weight.shape[-1] % gguf.GGML_QUANT_SIZES[types[name]][0]:
+            return types[name]
+    return types.F16
+
+
+def _quantised(values: Tensor, chosen: Any, gguf: Any) -> Any:
+    """The bytes of values (..., columns) in fp32."""
+    if chosen.name in gguf_k_quants.QUANTISERS:
+        return gguf_k_quants.quantize(values.numpy(), chosen.name)
+    return gguf.quantize(values.numpy(), chosen)
 
 
 def _rounded(name: str, weight: Tensor, convert: _Convert, chosen: Any, gguf: Any) -> Any:
@@ -210,8 +243,8 @@ def _rounded(name: str, weight: Tensor, convert: _Convert, chosen: Any, gguf: An
         raise UsageError(f"--gguf: {overflow}; use --gguf bf16 or f32")
     values = weight.detach().float()
     # Blocks lie along rows, so the order of rows and the rounding do not depend on each other.
-    bytes_ = gguf.quantize(convert(values).contiguous().numpy(), chosen)
-    plain = bytes_ if convert(values) is values else gguf.quantize(values.numpy(), chosen)
+    bytes_ = _quantised(convert(values).contiguous(), chosen, gguf)
+    plain = bytes_ if convert(values) is values else _quantised(values, chosen, gguf)
     weight.data = values
     if chosen != gguf.GGMLQuantizationType.F32:
         weight.data = torch.from_numpy(gguf.dequantize(plain, chosen)).reshape(values.shape)

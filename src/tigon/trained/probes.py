@@ -16,8 +16,8 @@ from tigon.data.labelled_rows import LabelledRows
 from tigon.data.source import reading
 from tigon.errors import TigonError, UsageError
 from tigon.models.loading.classifier import SEQUENCE, TOKEN
-from tigon.objectives.classify_rules import classifies
 from tigon.objectives.recipe_checks import loads_saved
+from tigon.objectives.rules.classify import classifies
 from tigon.trainer.folder.run_folder import RECIPE
 
 if TYPE_CHECKING:

@@ -57,6 +57,7 @@ def arguments(setup: Setup, run: Path, *, evaluate: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": _keeps_buckets(),
+        "restore_callback_states_from_checkpoint": True,  # evaluations without progress, of early stopping
     }
     if evaluate and train.eval_steps and (train.load_best or train.early_stopping_patience is not None):
         values |= {"metric_for_best_model": "loss", "greater_is_better": False}

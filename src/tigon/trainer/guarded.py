@@ -158,16 +158,14 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
-            counted = resume_rules.counted_before(
-                Path(resume_from_checkpoint), self.args.process_index, self.args.world_size
-            )
-            if counted is not None:
-                self.resume_counting(counted)
+            rank, processes = self.args.process_index, self.args.world_size
+            self.resume_counting(resume_rules.counted_before(Path(resume_from_checkpoint), rank, processes))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         result = None
         try:
             result = super().train(resume_from_checkpoint, **kwargs)
+            self.average_weights()
             self.saves.end_background()
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
@@ -199,6 +197,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             EvaluationFailed: After training, one sample at once runs out of memory.
             EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
         """
+        self.average_weights()
         if self.objective.trl is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         try:
@@ -228,6 +227,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
         if skipped and (self.loss_scale() or 1.0) <= 1.0:
             self.lr_scheduler.step()
+
+    def average_weights(self) -> None:
+        """Replace the weights by their averages, if the optimizer has some, as schedule-free does.
+
+        The Trainer's next micro-batch puts the weights that are trained back.
+        """
+        average = getattr(innermost(self.optimizer), "eval", None)
+        if average is not None:
+            average()
 
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
@@ -298,8 +306,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
         A resumed run restores them, so that its next record equals that of a run without interruption.
         """
-        waited = [each.early_stopping_patience_counter for each in self.stoppers()]
-        counted = {"gate": self.gate.state(), "evaluations_without_progress": waited}
+        counted: dict[str, Any] = {"gate": self.gate.state()}
         for counter in self.counters:
             counted |= counter.counted()
         return counted if self.added is None else {**counted, **self.added.counted(self.model)}
@@ -307,20 +314,15 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
-        for each, waited in zip(self.stoppers(), counted.get("evaluations_without_progress", ()), strict=False):
-            each.early_stopping_patience_counter = int(waited)
         for counter in self.counters:
             counter.resume_counting(counted)
         if self.added is not None:
             self.added.resume_counting(self.model, counted, self.args.device)
 
-    def stoppers(self) -> list[EarlyStoppingCallback]:
-        """The callback of train.early_stopping_patience, if the run has one."""
-        return [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
-
     def stopped_early(self) -> str | None:
         """Why training ends before its last step, if the eval loss or the rewards end it; otherwise None."""
-        if any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers()):
+        stoppers = (each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback))
+        if any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stoppers):
             return "the eval loss fell no more (train.early_stopping_patience)"
         return None if self.reward_stop is None else self.reward_stop.reason()
 
@@ -354,6 +356,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         if self.is_deepspeed_enabled and checkpoint is not None:
             nvme_swap.restore(self.model_wrapped, Path(checkpoint))
         folder, optimizer = Path(checkpoint or ""), innermost(self.optimizer)
+        if self.is_fsdp_enabled and hasattr(optimizer, "train"):  # PyTorch makes the states that it fills by a step
+            optimizer.train()
+            optimizer.state.clear()  # PyTorch would take the empty entries of `train` for states
         if checkpoint is None or not distributed_checkpoint.can_load(folder, sharded=self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -417,6 +422,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Save atomically (checkpoint/atomic_save.py). In the background, weights and states are written later."""
+        self.average_weights()
         self.saves.save(model, partial(super()._save_checkpoint, model, trial))
 
 

@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -437,7 +437,8 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
 
     from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
-    if mxfp4_experts.stored_method(config) == "fp8":  # its own layers need a kernel of the hub, and round their inputs
+    if mxfp4_experts.quant_method_of(config) == "fp8":
+        # dense, because its own layers need a kernel of the hub and round their inputs
         loading["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)
@@ -540,8 +541,20 @@ def patch(model: PreTrainedModel, kernels: str, **ops: bool | None) -> Any:
     """Patch the model with the kernels that `kernels` names, without the ops that are False in `ops`.
 
     Returns the patch report, Liger's version, or None if `kernels` is "none".
+
+    Raises:
+        RecipeError: tigon cannot patch the model.
     """
-    return KERNELS[kernels](model, **ops)
+    if kernels == "liger":
+        return _liger(model)
+    if kernels not in model_kernels.OF_TIGON:
+        return None
+    if kernels == "no-flce":
+        ops = {"linear_cross_entropy": False, **ops}
+    try:
+        return patch_model(model, **ops)
+    except PatchError as error:
+        raise RecipeError(f"model.kernels is tigon, but {str(error).rstrip('.')}; set model.kernels: none") from None
 
 
 def patch_adapters(model: PreTrainedModel, kernels: str, **ops: bool | None) -> None:
@@ -550,7 +563,7 @@ def patch_adapters(model: PreTrainedModel, kernels: str, **ops: bool | None) -> 
     ops: as in `patch`.
     """
     if kernels in model_kernels.OF_TIGON:
-        KERNELS[kernels](model, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
+        patch(model, kernels, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
 
 
 def patch_fp8(model: PreTrainedModel, settings: Settings, report: PatchReport | str | None) -> None:
@@ -567,25 +580,9 @@ def patch_fp8(model: PreTrainedModel, settings: Settings, report: PatchReport | 
         report.extend(fp8)
 
 
-def _tigon(model: PreTrainedModel, **ops: bool | None) -> Any:
-    try:
-        return patch_model(model, **ops)
-    except PatchError as error:
-        raise RecipeError(f"model.kernels is tigon, but {str(error).rstrip('.')}; set model.kernels: none") from None
-
-
-def _liger(model: PreTrainedModel, **ops: bool | None) -> str:
+def _liger(model: PreTrainedModel) -> str:
     """Liger's own patcher with its defaults, which include the fused linear cross entropy."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
     return f"Liger Kernel {importlib.metadata.version('liger-kernel')}, its defaults for {model.config.model_type}"
-
-
-# The patcher for each value of `model.kernels`.
-KERNELS: Mapping[str, Callable[[Any], Any]] = {
-    "tigon": _tigon,
-    "no-flce": functools.partial(_tigon, linear_cross_entropy=False),
-    "none": lambda model, **ops: None,
-    "liger": _liger,
-}

@@ -21,14 +21,14 @@ from tigon.data.source import reading, sources
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
-from tigon.objectives.classify_rules import classifies
-from tigon.objectives.post_training.rules import is_post_training
+from tigon.objectives.rules.classify import classifies
+from tigon.objectives.rules.post_training import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques.lora import lora
 from tigon.trainer import engine
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap, resume_rules
 from tigon.trainer.distributed import agreement, launch, signals, torchrun
-from tigon.trainer.evaluation import harness, text_sample
+from tigon.trainer.evaluation import generate, harness
 from tigon.trainer.evaluation.token_mean import EvaluationFailed, perplexity
 from tigon.trainer.folder import open_folder, run_folder
 from tigon.trainer.folder.run_folder import RunFolder
@@ -233,7 +233,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, prepared.recipe.model.kernels)
     engine.refuse_nonfinite(built, prepared.recipe.model)
-    sample = text_sample.begin(prepared, built, console)
+    sample = generate.begin_sample(prepared, built, console)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
     sample.after = sample.write(built)

@@ -321,8 +321,8 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
     for name, batch_size in batches.items():
         if n_samples < batch_size:
-            apart = _unpacked(recipe, size, batch_size)
-            raise RecipeError(f"{given} {name} {batch_size}; {apart}lower {name} or data.sequence_length, or add text")
+            advice = _gives_more(recipe, size, batch_size)
+            raise RecipeError(f"{given} {name} {batch_size}; {advice}lower {name} or data.sequence_length, or add text")
     train = recipe.train
     samples_per_step = train.batch_size * train.gradient_accumulation * size.n_processes
     if n_samples < samples_per_step:
@@ -330,7 +330,7 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
         shared = " groups of" if recipe.sharding.sequence > 1 else ""
         factors += f" x {size.n_processes}{shared} processes" if size.n_processes > 1 else ""
         raise RecipeError(
-            f"{given} the {samples_per_step} of one step ({factors}); {_unpacked(recipe, size, samples_per_step)}"
+            f"{given} the {samples_per_step} of one step ({factors}); {_gives_more(recipe, size, samples_per_step)}"
             "lower one of these factors or data.sequence_length, or add text"
         )
 
@@ -347,8 +347,10 @@ def _check_schedule(recipe: Recipe, n_steps: int) -> None:
     )
 
 
-def _unpacked(recipe: Recipe, size: RunSize, wanted: int) -> str:
-    """The advice to give each row its own sample, if that makes enough of them."""
+def _gives_more(recipe: Recipe, size: RunSize, wanted: int) -> str:
+    """The advice to train on the eval split too, or to give each row its own sample, if that makes enough of them."""
+    if not recipe.data.eval_source and size.n_samples < wanted <= size.n_samples + size.n_eval_samples:
+        return f"set data.eval_fraction: 0, which adds the {size.n_eval_samples} kept for evaluation, "
     if not recipe.data.packs or size.n_rows < max(wanted, size.n_samples + 1):
         return ""
     return f"set data.packing: false, which gives {size.n_rows}, "

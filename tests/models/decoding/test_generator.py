@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tigon.models.decoding import generator
-from tigon.models.decoding.generator import generate, waves_of
+from tigon.models.decoding.generator import generate
 from tigon.models.decoding.pool import PoolLayer
 from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
@@ -95,13 +96,39 @@ def test_rows_move_together_when_others_have_ended(monkeypatch: pytest.MonkeyPat
     assert sizes[1] == len(asked) and sizes[-1] < len(asked)
 
 
-def test_more_completions_than_rows_are_written_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+def test_completions_that_wait_take_the_rows_of_those_that_have_ended(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCAB, (2 + 5 * i % 7,), generator=draw).tolist() for i in range(12)]
+    model, asked = model_of(family), [*asked, asked[3], asked[3]]
+    whole = generate(model, asked, Limits(new_tokens=24), GREEDY).tokens
+
+    def cut_at(ends: Sequence[int]) -> list[list[int]]:
+        return [tokens[: min([24, *(tokens.index(end) + 1 for end in ends if end in tokens)])] for tokens in whole]
+
+    def one_after_another(ends: Sequence[int]) -> int:
+        lengths = [len(tokens) for tokens in cut_at(ends)]
+        return sum(max(lengths[begin : begin + 3]) for begin in range(0, len(lengths), 3))
+
+    def saved(ends: Sequence[int]) -> float:
+        return one_after_another(ends) - sum(map(len, cut_at(ends))) / 3
+
+    ends = max(itertools.combinations(sorted({token for tokens in whole for token in tokens}), 2), key=saved)
     monkeypatch.setattr(generator, "MOST_ROWS", 3)
-    model, asked = model_of("qwen3"), prompts()
-    assert [len(wave) for wave in waves_of(asked)] == [3, 3, 2]
-    assert generate(model, asked, Limits(new_tokens=5), GREEDY).tokens == [
-        tokens[:5] for tokens in generate(model, asked, Limits(new_tokens=9), GREEDY).tokens
-    ]
+    monkeypatch.setattr(generator, "CHECK_STEPS", 4)
+    passes: list[int] = []
+    model.model.register_forward_pre_hook(lambda *call: passes.append(len(call[2]["input_ids"])), with_kwargs=True)
+    assert generate(model, asked, Limits(new_tokens=24, ends=ends), GREEDY).tokens == cut_at(ends)
+    assert len(passes) < one_after_another(ends)
+
+
+def test_every_completion_is_shown_as_it_is_written() -> None:
+    model, shown = model_of("qwen3"), []
+    whole = generate(model, [[5, 6, 7]], Limits(new_tokens=9), GREEDY, show=lambda *new: shown.append(new))
+    assert [tokens for tokens, _ in shown] == [[token] for token in whole.tokens[0]]
+    assert [logprob for _, logprobs in shown for logprob in logprobs] == whole.logprobs[0]
 
 
 def test_completions_with_adapters_equal_those_of_transformers() -> None:
@@ -113,6 +140,45 @@ def test_completions_with_adapters_equal_those_of_transformers() -> None:
             torch.nn.init.normal_(weight, std=0.3)
     adapted = generate(model, prompts(), Limits(new_tokens=8, ends=ENDS), GREEDY).tokens
     assert adapted == by_transformers(model, prompts(), 8) != plain
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mistral", "adapters in fp32"])
+def test_logprobs_under_autocast_are_as_near_to_fp64_as_those_of_transformers(family: str) -> None:
+    model = model_of("qwen3" if " " in family else family)
+    if " " in family:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model.bfloat16(), peft.LoraConfig(r=4, target_modules="all-linear"))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.3)
+    draw = torch.Generator().manual_seed(1)
+    asked = [torch.randint(3, VOCAB, (n,), generator=draw).tolist() for n in range(2, 18)]
+    errors: list[tuple[float, float]] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert refusal(model) is None
+        written = generate(model, asked, Limits(new_tokens=10), GREEDY)
+        model.eval()
+        theirs = [
+            model.generate(
+                input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=10,
+                do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+            )
+            for prompt in asked
+        ]  # fmt: skip
+    model.double()
+    for prompt, tokens, logprobs, made in zip(asked, written.tokens, written.logprobs, theirs, strict=True):
+        own = made.sequences[0, len(prompt) :].tolist()
+        same = next((i for i, pair in enumerate(zip(own, tokens, strict=True)) if pair[0] != pair[1]), len(own))
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            exact = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1], -1)
+        for i in range(same):  # rounding decides between tokens that are as likely
+            by_transformers = torch.log_softmax(made.logits[i][0].double(), -1)[tokens[i]]
+            expected = float(exact[i, tokens[i]])
+            errors.append((abs(logprobs[i] - expected), abs(float(by_transformers) - expected)))
+    assert len(errors) > 80
+    ours, by_transformers = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    assert 0 < ours < 1.5 * by_transformers, (ours, by_transformers)
 
 
 def test_each_prompt_is_computed_once() -> None:

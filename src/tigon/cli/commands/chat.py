@@ -26,6 +26,14 @@ def command(
         typer.Option(min=0.0, help="Higher is more varied; 0 takes the likeliest token. Default: 0.7, with heads 0."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU if there is one.")] = "auto",
+    generator: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What writes the answers: tigon's generator, transformers, or auto: tigon's on a GPU if it knows the "
+            "model.",
+        ),
+    ] = "auto",
     no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -47,8 +55,14 @@ def command(
     loaded = load.load(trained, device=load.device_of(device))
     default = 0.0 if loaded.has_heads else chat.DEFAULT_TEMPERATURE
     conversation = chat.Conversation(
-        loaded, max_tokens=max_tokens, temperature=default if temperature is None else temperature, system=system
+        loaded,
+        max_tokens=max_tokens,
+        temperature=default if temperature is None else temperature,
+        system=system,
+        generator=generator,
     )
+    if conversation.answers.note is not None:
+        print(f"note     {conversation.answers.note}", file=sys.stderr, flush=True)
     if prompt is None:
         chat.talk(conversation)
     else:

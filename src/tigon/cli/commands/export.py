@@ -25,7 +25,9 @@ def command(
     ] = False,
     gguf: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="Also write a GGUF file (f32, f16, bf16, q8_0, q4_0, auto) and a Modelfile."),
+        typer.Option(
+            metavar="TYPE", help="Also write a GGUF file (f32, f16, bf16, q8_0, q4_k_m, q4_0, auto) and a Modelfile."
+        ),
     ] = None,
     format: Annotated[
         str | None,

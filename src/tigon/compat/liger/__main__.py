@@ -5,6 +5,7 @@ python -m tigon.compat.liger [--loss-dtype DTYPE] SCRIPT.py [ARGS...]
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -14,47 +15,34 @@ from tigon.compat.liger.aliases import install
 from tigon.compat.liger.loss_dtype import LOSS_DTYPE_OPTION, LOSS_DTYPES, set_loss_dtype
 from tigon.errors import UsageError
 
-_USAGE = f"usage: python -m tigon.compat.liger [{LOSS_DTYPE_OPTION} {'|'.join(LOSS_DTYPES)}] SCRIPT.py [ARGS...]"
+_USAGE = f"python -m tigon.compat.liger [{LOSS_DTYPE_OPTION} {'|'.join(LOSS_DTYPES)}] SCRIPT.py [ARGS...]"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with the message and the usage in one line."""
+        self.exit(2, f"tigon: {message}. {self.format_usage()}")
 
 
 def main() -> None:
     """Run the script as Python would: its arguments in `sys.argv`, its folder first on `sys.path`, its exit code."""
-    arguments = sys.argv[1:]
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(f"{_USAGE}\nRun a script in which `import liger_kernel` means tigon.")
-        return
-    loss_dtype, arguments = _loss_dtype(arguments)
-    if not arguments:
-        _fail(_USAGE)
-    script = Path(arguments[0])
-    if not script.is_file():
-        _fail(f"no such file: {script}. {_USAGE}")
+    about = "Run a script in which `import liger_kernel` means tigon."
+    parser = _Parser(usage=_USAGE, description=about, allow_abbrev=False)
+    parser.add_argument(LOSS_DTYPE_OPTION, default="fp32")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    if not given.script.is_file():
+        parser.error(f"no such file: {given.script}")
     try:
-        set_loss_dtype(loss_dtype)
+        set_loss_dtype(given.loss_dtype)
         install()
     except UsageError as error:
-        _fail(str(error))
-    sys.argv = arguments
+        parser.error(str(error).rstrip("."))
+    sys.argv = [str(given.script), *given.arguments]
     # As with `python script.py`; run_path keeps the folder in which `python -m` was started.
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def _loss_dtype(arguments: list[str]) -> tuple[str, list[str]]:
-    """(value of --loss-dtype if it precedes the script, else "fp32"; the remaining arguments)."""
-    name, equals, value = arguments[0].partition("=") if arguments else ("", "", "")
-    if name != LOSS_DTYPE_OPTION:
-        return "fp32", arguments
-    if equals:
-        return value, arguments[1:]
-    if len(arguments) < 2:
-        _fail(f"{LOSS_DTYPE_OPTION} needs a value. {_USAGE}")
-    return arguments[1], arguments[2:]
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"tigon: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.path[0] = str(given.script.resolve().parent)
+    runpy.run_path(str(given.script), run_name="__main__")
 
 
 main()

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tigon.errors import PatchError, UsageError
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.overrides import Override
-from tigon.models.decoding.rows import Limits
-from tigon.models.decoding.sampling import Sampling
+from tigon.models.decoding.generation_config import objection, settings_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, Trainer
@@ -31,22 +30,6 @@ if TYPE_CHECKING:
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """TRL's name for the difference between the log-probabilities of generator and trainer."""
-_TAKEN = frozenset(
-    {
-        "max_new_tokens",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "eos_token_id",
-        "pad_token_id",
-        "bos_token_id",
-        "transformers_version",
-        "disable_compile",
-    }
-)
-"""What the generator reads of a generation config, or may ignore."""
 
 
 class GraphGeneration:
@@ -98,7 +81,7 @@ class GraphGeneration:
         from tigon.models.decoding.generator import generate  # loads transformers
 
         prompts = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids.cpu(), attention_mask.cpu(), strict=True)]
-        limits, sampling = _settings(generation_config)
+        limits, sampling = settings_of(generation_config)
         written = generate(self.model, prompts, limits, sampling)
         self._step, self.unread = self.trainer.state.global_step, {}
         if self.model.training:
@@ -164,22 +147,4 @@ def _objection(trainer: Trainer) -> str | None:
         return "weights that are divided among processes are gathered by transformers' generate alone"
     if getattr(trainer, "_is_vlm", False):
         return "the model reads images too"
-    known = {name: value for name, value in config.to_diff_dict().items() if value is not None}
-    if known.pop("repetition_penalty", 1.0) != 1.0:
-        return "repetition_penalty is not 1"
-    if others := sorted(known.keys() - _TAKEN):
-        return f"the generation config sets {', '.join(others)}"
-    return None
-
-
-def _settings(config: GenerationConfig) -> tuple[Limits, Sampling]:
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    sampling = Sampling(
-        temperature=float(config.temperature) if config.do_sample else 0.0,
-        top_k=config.top_k or 0,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        min_p=config.min_p or 0.0,
-        seed=int(torch.randint(2**62, ())),
-    )
-    limits = Limits(new_tokens=config.max_new_tokens, ends=tuple(end for end in ends if end is not None))
-    return limits, sampling
+    return objection(config)

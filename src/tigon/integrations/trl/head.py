@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tigon import ops
+from tigon import losses, ops
 from tigon.errors import PatchError
 from tigon.models.seams.base import Change, PatchedModule, Seam, is_dtensor, package_of
 from tigon.models.seams.head.loss import peel
@@ -177,13 +177,7 @@ class Divergence:
         teacher = F.linear(self.teacher_hidden_NH, self.teacher_weight_VH, self.teacher_bias_V)
         log_p = F.log_softmax(z, -1)
         log_t = F.log_softmax(self.teacher_form.of_products(teacher) / self.form.temperature, -1)
-        if self.beta in (0, 1):
-            first, second = (log_t, log_p) if self.beta == 0 else (log_p, log_t)
-            divergence = (first.exp() * (first - second)).sum(-1)
-        else:
-            beta = torch.tensor(self.beta, dtype=z.dtype, device=z.device)
-            log_m = torch.logaddexp(log_p + torch.log1p(-beta), log_t + torch.log(beta))
-            divergence = (beta * log_t.exp() * (log_t - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)).sum(-1)
+        divergence = losses.divergence(log_p, log_t, kind="jsd", beta=float(self.beta))
         return (divergence, -(log_p.exp() * log_p).sum(-1).detach()) if self.with_entropy else (divergence,)
 
 

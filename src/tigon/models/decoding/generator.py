@@ -3,8 +3,9 @@
 1. Equal prompts are one group, and go through the model once. Their keys and values are kept once.
 2. A decoding step computes the next token of every row and chooses it on the device. It is the same work on the same
    memory each time, so on a GPU it is captured into a CUDA graph: one launch instead of thousands.
-3. Every `CHECK_STEPS` steps the host looks which rows have ended. If at most half go on, they move together, and a
-   graph for fewer rows is captured.
+3. Every `CHECK_STEPS` steps the host looks which rows have ended. If completions wait, they get these rows, and the
+   graph stays. If none wait and at most half of the rows go on, they move together, and a graph for fewer rows is
+   captured.
 
 The pool of keys and values and the graphs are freed at the end, so that an update finds the memory that it had before.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from tigon._trunk import trunk_of
 from tigon.models.decoding.pool import KVPool
+from tigon.models.decoding.prompt_queue import PromptQueue
 from tigon.models.decoding.rows import MOST_ROWS, Limits, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
 from tigon.models.kv_cache import cache_argument, queries_per_key
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECK_STEPS = 16
-"""Decoding steps between two looks at which rows have ended. A look waits for the GPU."""
+"""Decoding steps between two looks at which rows have ended. A look waits for the GPU. Waiting completions begin when
+one of this many rows is free, because a pass over their prompts takes at least as long as a step."""
 LEAST_GRAPH_STEPS = 16
 """Steps that have to remain for a capture, which takes as long as two steps without a graph."""
 PROMPT_TOKENS, PROMPTS = 4096, 16
@@ -59,6 +62,7 @@ def generate(
     sampling: Sampling,
     *,
     graphs: bool = True,
+    show: Callable[[list[int], list[float]], None] | None = None,
 ) -> Completions:
     """Write one completion of each prompt. Equal prompts are computed once.
 
@@ -68,15 +72,14 @@ def generate(
         limits: When a completion ends.
         sampling: How tokens are chosen. The same seed on the same device writes the same completions.
         graphs: Whether decoding steps on a GPU run as CUDA graphs.
+        show: Called after each step with the new tokens of the first prompt and their log-probabilities.
 
     Returns:
         The completions in the order of the prompts.
     """
-    writer = _Writer(unwrap(model), model, limits, sampling, graphs)
-    result = Completions(tokens=[[] for _ in prompts], logprobs=[[] for _ in prompts])
+    writer = _Writer(unwrap(model), model, limits, sampling, graphs, show)
     with evaluating(model), torch.no_grad():
-        for wave in waves_of(prompts):
-            writer.write(wave, prompts, result)
+        result = writer.write(prompts)
     if writer.device.type == "cuda":
         torch.cuda.empty_cache()  # the graphs' memory serves nothing else before
     return result
@@ -94,26 +97,16 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def waves_of(prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The prompts' numbers, equal prompts together, in parts of at most `MOST_ROWS`."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt), []).append(number)
-    ordered = [number for members in groups.values() for number in members]
-    for begin in range(0, len(ordered), MOST_ROWS):
-        yield ordered[begin : begin + MOST_ROWS]
-
-
 @dataclass
 class _Writer:
-    """Writes waves of completions. `called` is the model as its trainer wraps it, such as under autocast."""
+    """Writes completions, once. `called` is the model as its trainer wraps it, such as under autocast."""
 
     model: Any
     called: Any
     limits: Limits
     sampling: Sampling
     graphs: bool
-    generator: torch.Generator = field(init=False)
+    show: Callable[[list[int], list[float]], None] | None
 
     def __post_init__(self) -> None:
         self.device: torch.device = next(self.model.parameters()).device
@@ -122,48 +115,101 @@ class _Writer:
         self.config = self.model.config.get_text_config()
         self.cache_name = cache_argument(trunk_of(self.model).forward) or "past_key_values"
 
-    def write(self, wave: Sequence[int], prompts: Sequence[Sequence[int]], result: Completions) -> None:
-        """Write the completions of the prompts with these numbers into `result`."""
-        groups: dict[tuple[int, ...], int] = {}
-        group_of = [groups.setdefault(tuple(prompts[number]), len(groups)) for number in wave]
-        ranges, begin = [], 0
-        for prompt in groups:
-            ranges.append((begin, begin := begin + len(prompt)))
-        limit = self.limits.new_tokens
-        pool = KVPool(self.config.num_hidden_layers, begin + limit * len(wave))
-        own = [begin + limit * row for row in range(len(wave))]
-        rows = Rows.of([ranges[group] for group in group_of], own, self.device)
-        written = Written.empty(len(wave), limit, self.device)
+    def write(self, prompts: Sequence[Sequence[int]]) -> Completions:
+        self.queue, limit = PromptQueue(prompts, MOST_ROWS), self.limits.new_tokens
+        room = self.queue.room
+        self.pool = KVPool(self.config.num_hidden_layers, room.prompt_tokens + limit * room.rows)
+        self.rows = Rows.idle([room.prompt_tokens + limit * row for row in range(room.rows)], self.device)
+        self.groups, self.left, self.shown = [-1] * room.rows, 0, 0
+        """The group of each row, the most steps until all rows have ended, and the tokens that `show` has got."""
+        self.written = Written.empty(len(prompts), limit, self.device)
+        self.logits: dict[int, Tensor] = {}
+        """After the prompts of groups of which completions have yet to begin."""
+        self.run: Callable[[], None] | None = None
+        self.autocast: torch.dtype | None = None
         try:
-            logits = self._read(pool, list(groups), [place for place, _ in ranges])
-            self._take(logits[torch.tensor(group_of, device=self.device)], rows, written)
-            attend = partial(self._attend, most_prompt=max(map(len, groups)))
-            with attention_replaced(self.model, attend, _no_mask):
-                self._decode(pool, rows, written, group_of)
+            with self._noting_autocast():
+                goes_on = self._begin_waiting()
+            # Accelerate's forward enters autocast by itself. Around all steps, each weight is cast once.
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                while goes_on:
+                    with attention_replaced(self.model, self._attend, _no_mask):
+                        self._decode(goes_on)
+                    goes_on = self._begin_waiting()
+            self._show()
         finally:
-            pool.free()
-        for number, tokens, logprobs, count in zip(
-            wave, written.tokens_NL.tolist(), written.logprobs_NL.tolist(), written.counts_N.tolist(), strict=True
-        ):
-            result.tokens[number], result.logprobs[number] = tokens[:count], logprobs[:count]
+            self.pool.free()
+        parts = (self.written.tokens_NL, self.written.logprobs_NL, self.written.counts_N)
+        each = list(zip(*(part.tolist() for part in parts), strict=True))
+        return Completions(
+            tokens=[tokens[:n] for tokens, _, n in each], logprobs=[logprobs[:n] for _, logprobs, n in each]
+        )
 
-    def _read(self, pool: KVPool, prompts: Sequence[tuple[int, ...]], places: Sequence[int]) -> Tensor:
-        """Fill the pool with the prompts. Returns the logits after each, (groups, V)."""
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-        logits: dict[int, Tensor] = {}
+    @contextlib.contextmanager
+    def _noting_autocast(self) -> Iterator[None]:
+        """Note the dtype of autocast that the model's forward runs under."""
+        kind = self.device.type
+
+        def note(*_: object) -> None:
+            self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+        hook = trunk_of(self.model).register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _going_on(self) -> list[int]:
+        """The rows that have not ended."""
+        return (~self.rows.has_ended).nonzero()[:, 0].tolist()
+
+    def _begin_waiting(self) -> list[int]:
+        """Give enough free rows to completions that wait. Returns the rows that go on."""
+        while True:
+            goes_on = self._going_on()
+            n_free = len(self.rows) - len(goes_on)
+            if not self.queue or (goes_on and n_free * CHECK_STEPS < len(self.rows)):
+                return goes_on
+            begun = self.queue.take(n_free, [self.groups[row] for row in goes_on])
+            if not begun:
+                return goes_on
+            self._move([*goes_on, *sorted(set(range(len(self.rows))) - set(goes_on))])
+            self._begin(begun, len(goes_on))
+
+    def _move(self, rows: list[int]) -> None:
+        """Move these rows to the front. Rows that are not named are dropped."""
+        self.rows, self.groups = self.rows.kept(rows), [self.groups[row] for row in rows]
+        self.rows.set_tiles(self.groups, self._tile_rows())
+
+    def _begin(self, begun: Sequence[tuple[int, int]], at: int) -> None:
+        """Choose the first tokens of completions, given as (completion, group), in the rows from `at` on."""
+        groups = [group for _, group in begun]
+        if unread := [group for group in dict.fromkeys(groups) if group not in self.logits]:
+            self._read(unread)
+        self.groups[at : at + len(begun)] = groups
+        new = self.rows.begin(at, [number for number, _ in begun], [self.queue.ranges[group] for group in groups])
+        self.rows.set_tiles(self.groups, self._tile_rows())
+        self._take(torch.stack([self.logits[group] for group in groups]), new)
+        self.logits = {group: logits for group, logits in self.logits.items() if self.queue.continues(group)}
+        self.left = self.limits.new_tokens - 1
+
+    def _read(self, groups: Sequence[int]) -> None:
+        """Fill the pool with the prompts of these groups, and keep the logits after each."""
+        order = sorted(groups, key=lambda group: len(self.queue.prompts[group]))
         while order:
-            longest = len(prompts[order[-1]])
+            longest = len(self.queue.prompts[order[-1]])
             count = max(1, min(PROMPTS, PROMPT_TOKENS // longest))
             batch, order = order[-count:], order[:-count]
             # Padding comes last, so that no token of a prompt sees it, and needs no mask.
             ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
             source: list[int] = []
             targets: list[int] = []
-            for row, number in enumerate(batch):
-                ids_BT[row, : len(prompts[number])] = torch.tensor(prompts[number])
-                source += range(row * longest, row * longest + len(prompts[number]))
-                targets += range(places[number], places[number] + len(prompts[number]))
-            ends = [len(prompts[number]) - 1 for number in batch]
+            for row, group in enumerate(batch):
+                prompt = self.queue.prompts[group]
+                ids_BT[row, : len(prompt)] = torch.tensor(prompt)
+                source += range(row * longest, row * longest + len(prompt))
+                targets += range(*self.queue.ranges[group])
+            ends = [len(self.queue.prompts[group]) - 1 for group in batch]
             read = sorted(set(ends))
             given, to = torch.tensor(source, device=self.device), torch.tensor(targets, device=self.device)
             out = self.called(
@@ -171,35 +217,43 @@ class _Writer:
                 position_ids=torch.arange(longest, device=self.device)[None],
                 logits_to_keep=torch.tensor(read, device=self.device),
                 use_cache=True,
-                **{self.cache_name: pool.for_prompts(given, to)},
+                **{self.cache_name: self.pool.for_prompts(given, to)},
             )
-            for row, number in enumerate(batch):
-                logits[number] = out.logits[row, read.index(ends[row])].clone()  # a view would keep them all
-        return torch.stack([logits[number] for number in range(len(prompts))])
+            for row, group in enumerate(batch):
+                self.logits[group] = out.logits[row, read.index(ends[row])].clone()  # a view would keep them all
 
-    def _decode(self, pool: KVPool, rows: Rows, written: Written, groups: list[int]) -> None:
-        """Decode until every row has ended."""
-        left = self.limits.new_tokens - 1
-        run: Callable[[], None] | None = None
-        while left > 0:
-            goes_on = (~rows.has_ended).nonzero()[:, 0]
-            if not len(goes_on):
-                return
-            if run is None or (2 * len(goes_on) <= len(rows) and left >= LEAST_GRAPH_STEPS):
-                rows, groups = rows.kept(goes_on), [groups[row] for row in goes_on.tolist()]
-                rows.set_tiles(groups, self._tile_rows())
-                run, left = self._runner(pool, rows, written, left)
-            steps = min(left, CHECK_STEPS)
+    def _decode(self, goes_on: list[int]) -> None:
+        """Decode until every row has ended, or for `CHECK_STEPS` if completions wait."""
+        while goes_on:
+            if not self.queue and (
+                self.run is None or (2 * len(goes_on) <= len(self.rows) and self.left >= LEAST_GRAPH_STEPS)
+            ):
+                self._move(goes_on)
+                self.run = None
+            self._show()
+            if self.run is None:
+                self.run = self._runner()
+            steps = min(self.left, CHECK_STEPS if self.show is None else 1)
             for _ in range(steps):
-                run()
-            left -= steps
+                self.run()
+            self.left -= steps
+            if self.queue:
+                return
+            goes_on = self._going_on()
 
-    def _runner(self, pool: KVPool, rows: Rows, written: Written, left: int) -> tuple[Callable[[], None], int]:
-        """A function that runs a step, and the steps left: a capture is preceded by one, which compiles the kernels."""
-        step = partial(self._step, pool, rows, written)
-        if self.device.type != "cuda" or not self.graphs or left <= LEAST_GRAPH_STEPS:
-            return step, left
+    def _show(self) -> None:
+        if self.show is not None and self.shown < (count := int(self.written.counts_N[0])):
+            new = slice(self.shown, count)
+            self.shown = count
+            self.show(self.written.tokens_NL[0, new].tolist(), self.written.logprobs_NL[0, new].tolist())
+
+    def _runner(self) -> Callable[[], None]:
+        """A function that runs a step. A capture is preceded by a step, which compiles the kernels."""
+        step = partial(self._step, self.rows)
+        if self.device.type != "cuda" or not self.graphs or self.left <= LEAST_GRAPH_STEPS:
+            return step
         step()
+        self.left -= 1
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
         try:
@@ -209,22 +263,22 @@ class _Writer:
             self.graphs, self.generator = False, torch.Generator(self.device).manual_seed(self.sampling.seed + 1)
             reason = one_line(error)
             warnings.warn(f"decoding steps run without CUDA graphs, several times as long: {reason}", stacklevel=2)
-            return step, left - 1
-        return graph.replay, left - 1
+            return step
+        return graph.replay
 
-    def _step(self, pool: KVPool, rows: Rows, written: Written) -> None:
+    def _step(self, rows: Rows) -> None:
         out = self.called(
             input_ids=rows.tokens[:, None],
             position_ids=rows.positions[:, None],
             attention_mask=self._bounds(rows),
             use_cache=True,
-            **{self.cache_name: pool.for_rows(rows.places)},
+            **{self.cache_name: self.pool.for_rows(rows.places)},
         )
-        self._take(out.logits[:, -1], rows, written)
+        self._take(out.logits[:, -1], rows)
 
-    def _take(self, logits_SV: Tensor, rows: Rows, written: Written) -> None:
+    def _take(self, logits_SV: Tensor, rows: Rows) -> None:
         tokens, logprobs = sample(logits_SV, self.sampling, self.generator)
-        rows.take(tokens, logprobs, written, self.ends)
+        rows.take(tokens, logprobs, self.written, self.ends)
 
     def _bounds(self, rows: Rows) -> Any:
         """The rows' bounds in place of a mask: transformers hands a tensor with four dimensions on to attention."""
@@ -247,7 +301,6 @@ class _Writer:
         value: Tensor,
         attention_mask: Tensor,
         *,
-        most_prompt: int,
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
@@ -264,7 +317,7 @@ class _Writer:
             s_aux,
             scale,
             softcap or 0.0,
-            most_prompt,
+            self.queue.longest,
             self.limits.new_tokens,
             self._tile_rows(),
         )

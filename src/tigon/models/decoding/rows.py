@@ -1,8 +1,8 @@
 """What a decoding step knows of each row, in tensors at fixed addresses, so that a CUDA graph can read and write them.
 
 A row writes one completion at a time. Rows of one group are neighbours, because attention reads their prompt once for
-all of them. When rows have ended, the others move up, and later steps compute fewer rows. Keys and values stay where
-they are.
+all of them. When rows have ended, they get completions that wait. If none wait, the others move up, and later steps
+compute fewer rows. Keys and values stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.ops.decode_attention import COLUMNS
 
 MOST_ROWS = 256
-"""Completions that are written at once. More are written one wave after another."""
+"""Completions that are written at once. Others begin when a row is free."""
 
 DECODED_KINDS = frozenset({"full_attention", "sliding_attention"})
 """The kinds of layers, by transformers' names, that the generator decodes."""
@@ -69,21 +69,37 @@ class Rows:
     has_ended: Tensor
 
     @classmethod
-    def of(cls, prefixes: Sequence[tuple[int, int]], own_begins: Sequence[int], device: torch.device) -> Rows:
-        """Rows that have no token yet, one for each completion. prefixes: each row's range in the pool."""
-        S = len(prefixes)
+    def idle(cls, own_begins: Sequence[int], device: torch.device) -> Rows:
+        """Rows that have ended, each with a range for its own tokens that begins here in the pool."""
+        S = len(own_begins)
         bounds = torch.zeros(S, COLUMNS, dtype=torch.int32)
-        bounds[:, :2] = torch.tensor(prefixes)
-        bounds[:, 2] = bounds[:, 3] = torch.tensor(own_begins)
-        lengths = (bounds[:, 1] - bounds[:, 0]).long()
+        bounds[:, 2] = torch.tensor(own_begins)
+        bounds[:, 3] = bounds[:, 2] + 1  # its own token, because attention to nothing is NaN
+        numbers = torch.zeros(4, S, dtype=torch.long, device=device)
+        tokens, positions, places, completions = numbers.unbind()
+        has_ended = torch.ones(S, dtype=torch.bool, device=device)
         return cls(
-            tokens=torch.zeros(S, dtype=torch.long, device=device),
-            positions=(lengths - 1).to(device),
-            places=(bounds[:, 2].long() - 1).to(device),
+            tokens=tokens,
+            positions=positions,
+            places=places.copy_(bounds[:, 2]),
             bounds=bounds.to(device),
-            completions=torch.arange(S, device=device),
-            has_ended=torch.zeros(S, dtype=torch.bool, device=device),
+            completions=completions,
+            has_ended=has_ended,
         )
+
+    def begin(self, at: int, completions: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> Rows:
+        """Let the rows from `at` on write these completions, which have no token yet. Returns these rows.
+
+        prefixes: The range of each completion's prompt in the pool.
+        """
+        new = Rows(**{field.name: getattr(self, field.name)[at : at + len(completions)] for field in fields(self)})
+        new.bounds[:, :2] = torch.tensor(prefixes, dtype=torch.int32, device=self.bounds.device)
+        new.bounds[:, 3] = new.bounds[:, 2]
+        new.positions.copy_(new.bounds[:, 1] - new.bounds[:, 0] - 1)
+        new.places.copy_(new.bounds[:, 2] - 1)
+        new.completions.copy_(torch.tensor(completions))
+        new.has_ended.zero_()
+        return new
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,7 +124,7 @@ class Rows:
         ended = (tokens[:, None] == ends).any(1) | (column + 1 >= limit)
         self.has_ended.logical_or_(ended)
 
-    def kept(self, rows: Tensor) -> Rows:
+    def kept(self, rows: Sequence[int]) -> Rows:
         """Only these rows, moved to the front of the same memory."""
         for field in fields(self):
             state = getattr(self, field.name)

@@ -19,9 +19,9 @@ from tigon.data.preferences import RowFormat
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import BaseTraining, Objective, PlannedObjective, Rows, TrlTraining
-from tigon.objectives.post_training import rules
 from tigon.objectives.post_training.planned import PlannedPostTraining
 from tigon.objectives.post_training.reward_entries import entries_of
+from tigon.objectives.rules import post_training as rules
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
 
 if TYPE_CHECKING:

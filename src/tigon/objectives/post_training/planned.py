@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs, token_logprobs_of_row
 from tigon.objectives.base import FrozenModel, Generation, PlannedObjective, TracedModels
-from tigon.objectives.post_training import rules
+from tigon.objectives.rules import post_training as rules
 from tigon.ops import PrefixRow
 from tigon.techniques.keys.settings import Settings
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Context, first_order, no_autocast
-from tigon.ops.linear.lora_linear import Weight, lora_linear, small_gradient
+from tigon.ops.linear.lora_linear import Weight, lora_linear, scaled_product
 
 # N tokens, H input width, F output width, R rank.
 
@@ -30,7 +30,7 @@ def row_norms(weight: Weight, lora_a_RH: Tensor, lora_b_FR: Tensor, scaling: flo
     a_RH, b_FR = lora_a_RH.to(wide), lora_b_FR.to(wide)
     with no_autocast(weight_FH):
         squares_F = torch.linalg.vector_norm(weight_FH, dim=1, dtype=wide).square_()
-        cross_FR = small_gradient(weight_FH, lora_a_RH.to(weight_FH.dtype).t(), b_FR, 2 * scaling)
+        cross_FR = scaled_product(weight_FH, lora_a_RH.to(weight_FH.dtype).t(), b_FR, 2 * scaling)
         squares_F += (b_FR * cross_FR.add_(b_FR @ (a_RH @ a_RH.t()), alpha=scaling**2)).sum(1)
     norms_F: Tensor = squares_F.clamp_min_(0).sqrt_().to(lora_a_RH.dtype)
     return norms_F

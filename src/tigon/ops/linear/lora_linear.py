@@ -163,9 +163,9 @@ class LoraLinear(torch.autograd.Function):
             if want_bias:
                 db = dy_NF.sum(0)
             if want_a and g_NR is not None:
-                da = small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
+                da = scaled_product(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
             if want_b:
-                d_b = small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
+                d_b = scaled_product(dy_NF.t(), h_NR, lora_b_FR, s)
         return dx, dw, db, da, d_b, d_entering, None, None, None
 
 
@@ -184,8 +184,8 @@ def saved_tensors(ctx: Context) -> tuple[Any, ...]:
 _RELEASED = object()
 
 
-def small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
-    """scaling · left @ right in the parameter's dtype. An fp32 adapter's gradient is never rounded to 16 bits."""
+def scaled_product(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
+    """scaling · left @ right in the dtype of `like`. An fp32 adapter's gradient is never rounded to 16 bits."""
     if planned_device(left) != left.device.type:
         # A plan for a GPU traces on the CPU, whose product into fp32 casts both factors. A GPU's does not.
         return (left @ right).to(like.dtype).mul_(scaling)

@@ -31,7 +31,7 @@ from tigon.ops.linear.lora_linear import (
     lora_linear,
     lora_linear_oracle,
     low_rank_into,
-    small_gradient,
+    scaled_product,
 )
 from tigon.ops.linear.nf4 import BLOCK, OUTER_BLOCK, nf4_weight
 
@@ -103,13 +103,13 @@ class LoraLinears(torch.autograd.Function):
                 dx = dx.view(x.shape)
             if any(want_a):
                 like = torch.empty(g_NS.shape[1], x.shape[-1], dtype=a_RH[0].dtype, device=x.device)
-                da_SH = small_gradient(g_NS.t(), x.reshape(-1, x.shape[-1]), like, 1.0)
+                da_SH = scaled_product(g_NS.t(), x.reshape(-1, x.shape[-1]), like, 1.0)
                 das = [da_SH[span] if want else None for span, want in zip(ctx.spans, want_a, strict=True)]
             for i, dy in enumerate(dy_NF):
                 if want_biases[i]:
                     d_biases[i] = dy.sum(0)
                 if want_b[i]:
-                    dbs[i] = small_gradient(dy.t(), h_NS[:, ctx.spans[i]], b_FR[i], ctx.scalings[i])
+                    dbs[i] = scaled_product(dy.t(), h_NS[:, ctx.spans[i]], b_FR[i], ctx.scalings[i])
         return dx, None, *[None] * n, *d_biases, *das, *dbs
 
 

@@ -66,12 +66,14 @@ class Fsdp(Engine):
         weights = share(widening * model.buffer_bytes + wide, gpus) + scales
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
         shards = [
-            Parameter((share(rows, gpus), *columns), widening * weight.itemsize)
+            Parameter((share(rows, gpus), *columns), widening * weight.itemsize, by_muon=weight.by_muon)
             for weight in model.trained
             for rows, *columns in (weight.shape or (1,),)
         ]
-        optimizer = cost_of(settings)
-        states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
+        optimizer, by_muon = cost_of(settings), self._by_muon(model)
+        states = optimizer.state_bytes(shards)
+        step = max(optimizer.step_peak_bytes(shards), optimizer.step_peak_bytes(by_muon))
+        update_sm_s = sum(map(optimizer.sm_s, by_muon)) / gpus
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
         if settings.sharding.offload != "none":
@@ -80,7 +82,7 @@ class Fsdp(Engine):
         return Placement(
             weights=weights,
             optimizer_tensor_bytes=_allocated_as(states, state_tensor_bytes(request, model.weights)),
-            update=sharded_update(model, gpus=gpus, optimizer_bytes=states),
+            update=sharded_update(model, gpus=gpus, optimizer_bytes=states, sm_s=update_sm_s),
             step_tensor_bytes=(step,),
             gradients=Gradients(
                 nbytes=grads,
@@ -96,6 +98,11 @@ class Fsdp(Engine):
             managed=managed_bytes(request, model.weights),
             host=host,
         )
+
+    def _by_muon(self, model: ModelWeights) -> list[Parameter]:
+        """The whole matrices that Muon updates. Its step gathers one at a time, so it needs what a whole one needs."""
+        updated = [weight for weight in model.trained if weight.by_muon and self.settings.train.optimizer == "muon"]
+        return [Parameter(weight.shape, self._widening * weight.itemsize, by_muon=True) for weight in updated]
 
     def _gathered(self, model: ModelWeights) -> GatheredSizes:
         # Accelerate makes one unit of the last norm and lm_head. Embeddings that are not tied to it are a unit of their
@@ -133,14 +140,16 @@ class Fsdp(Engine):
         # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
         passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
         shard_bytes = share(sum(weight.nbytes for weight in model.trained), shard_ranks(self.settings))
+        step_bytes = sum(_orthogonalisation_bytes(*parameter.shape) for parameter in self._by_muon(model))
         return Traffic(
             link=link,
             # gathers, a reduction, and an all-reduce of the shards of gradients over the copies
             peers=passes * model.packed_bytes
             + sum(weight.nbytes for weight in model.trained)
-            + (2 * shard_bytes if self.settings.sharding.replicas > 1 else 0),
+            + (2 * shard_bytes if self.settings.sharding.replicas > 1 else 0)
+            + step_bytes,
             # The first gathers have nothing to overlap with: the embeddings and a layer.
-            peers_last=2 * embedding_grad_bytes(model) + largest_layer_bytes(model),
+            peers_last=2 * embedding_grad_bytes(model) + largest_layer_bytes(model) + step_bytes,
             # gathered weights are copied out twice, gradients into the reduction's input
             copied=6 * model.packed_bytes,
             host_calls=host_calls,
@@ -196,6 +205,8 @@ class Fsdp(Engine):
 
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
+        if self._by_muon(model):
+            notes = (*notes, "No GPU has measured Muon's step on matrices that FSDP2 divides.")
         if self.settings.sharding.tensor > 1:
             notes = (*notes, "Groups that divide matrices are bound by the CPU until their matrices are very large.")
         if self.settings.lora.quantize:
@@ -215,6 +226,16 @@ class Fsdp(Engine):
 def _is_end(weight: Weight, model: ModelWeights) -> bool:
     """Whether it is the embeddings or lm_head."""
     return weight.embedding or (weight.layer is None and weight.shape == model.lm_head_shape)
+
+
+def _orthogonalisation_bytes(rows: int, columns: int) -> int:
+    """Bytes that Muon's five iterations in bf16 exchange for a matrix that is divided by rows.
+
+    PyTorch 2.13 gathers a wide matrix twice and its m x m product once per iteration. For a tall one it sums two m x m
+    products over the GPUs.
+    """
+    short = min(rows, columns)
+    return 5 * (4 * rows * columns + 2 * short**2 if rows <= columns else 8 * short**2)
 
 
 def _allocated_as(nbytes: int, tensors: list[int]) -> tuple[int, ...]:

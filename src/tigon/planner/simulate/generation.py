@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tigon.models.decoding.rows import DECODED_KINDS, MOST_ROWS
+from tigon.models.decoding.prompt_queue import Room
+from tigon.models.decoding.rows import DECODED_KINDS
 from tigon.models.kv_cache import kv_widths, queries_per_key
-from tigon.objectives.post_training.rules import generator_obstacle
+from tigon.objectives.rules.post_training import generator_obstacle
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
@@ -27,21 +28,23 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
     uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
-    samples = min(samples, MOST_ROWS) if uses_generator else samples
-    prompts = -(-samples // generation.per_prompt) if uses_generator else samples
     itemsize = format_of(request.settings).products.itemsize
     if uses_generator:  # its pool keeps all tokens of a layer with a window too
         (widths, *_) = kv_widths(request.config, 1)
-        tokens = prompts * generation.prompt_tokens + samples * generation.new_tokens
+        prompts = -(-samples // generation.per_prompt)
+        room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
+        samples = room.rows
+        tokens = room.prompt_tokens + samples * generation.new_tokens
         n_layers = request.config.get_text_config().num_hidden_layers
         cache = [tokens * width * itemsize for width in widths] * n_layers
     else:
         tokens = generation.prompt_tokens + generation.new_tokens
         cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
+    under_autocast = format_of(request.settings).autocast is not None
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
-    if format_of(request.settings).autocast is not None:
+    if under_autocast:
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
     if not uses_generator:
         # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention
@@ -50,9 +53,12 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         ledger.alloc_briefly(*largest, *(shared_by * nbytes for nbytes in largest), component="activations")
     # The last token's logits as the model returns them, in fp32, and their probabilities. The generator adds noise to
     # them instead, and captures these tensors in a graph, whose memory is its own.
+    # Accelerate turns logits under autocast into fp32.
     logits = samples * model.lm_head_shape[0]
     in_fp32 = SAMPLED_COPIES if uses_generator else 2
-    ledger.alloc_briefly(logits * itemsize, *[logits * FP32] * in_fp32, component="logits")
+    ledger.alloc_briefly(
+        logits * (FP32 if under_autocast else itemsize), *[logits * FP32] * in_fp32, component="logits"
+    )
     ledger.free_all(held)
 
 

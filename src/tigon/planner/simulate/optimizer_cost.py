@@ -154,6 +154,20 @@ def _bnb(count: int, *, bits: int, paged: bool) -> States:
     return states
 
 
+def _ademamix(*, bits: int, paged: bool) -> States:
+    """The state of AdEMAMix: `_bnb` with three moments, of which the two averages of the gradient are one tensor.
+
+    bitsandbytes==0.50.2 optim/ademamix.py: init_state.
+    """
+    single = _bnb(1, bits=bits, paged=paged)
+
+    def states(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
+        tensors = single(parameter, rank)
+        return (*tensors, *(StateTensor(2 * tensor.nbytes, tensor.place) for tensor in tensors))
+
+    return states
+
+
 def _torchao_quantises(parameter: Parameter) -> bool:
     return parameter.numel >= BNB_MIN_8BIT and parameter.numel % BLOCK == 0
 
@@ -230,6 +244,12 @@ def _foreach_moves(parameter: Parameter, rank: int) -> int:
     return 20 * parameter.nbytes
 
 
+def _schedule_free_moves(parameter: Parameter, rank: int) -> int:
+    """schedulefree 1.4.1: AdamWScheduleFree.step with foreach. Reads and writes per op: mul 2, addcmul 3, div 2, sqrt
+    2, add 2, div 3, decay 3, lerp 3, and two sums of 3 each."""
+    return 26 * parameter.nbytes
+
+
 def _sgd_moves(parameter: Parameter, rank: int) -> int:
     """torch.optim.sgd: _multi_tensor_sgd. Weight decay, added into a copy, and the update: 3 each."""
     return 6 * parameter.nbytes
@@ -261,6 +281,10 @@ _BNB_8BIT_SM_S = 24e-12 * 132
 
 def _bnb_8bit_sm_s(parameter: Parameter) -> float:
     return parameter.numel * _BNB_8BIT_SM_S if _bnb_quantises(parameter) else 0.0
+
+
+def _ademamix_8bit_sm_s(parameter: Parameter) -> float:
+    return 1.5 * _bnb_8bit_sm_s(parameter)  # three states instead of two; no GPU has measured it
 
 
 def _lion_8bit_sm_s(parameter: Parameter) -> float:
@@ -359,6 +383,7 @@ _LAYERWISE_CALLS = 27
 _ADAMW_8BIT = OptimizerCost(
     states=_bnb(2, bits=8, paged=False), shared_bytes=2 * 256 * FP32, calls=_BNB_CALLS, waits=True, sm_s=_bnb_8bit_sm_s
 )
+_ADEMAMIX_8BIT = replace(_ADAMW_8BIT, states=_ademamix(bits=8, paged=False), sm_s=_ademamix_8bit_sm_s)
 _GALORE = OptimizerCost(states=_galore, temporaries=_galore_step, moves=_galore_moves, calls=16)
 
 
@@ -382,6 +407,14 @@ COSTS: Mapping[str, OptimizerCost] = {
     "paged-adamw-8bit": replace(_ADAMW_8BIT, states=_bnb(2, bits=8, paged=True)),
     "lion-8bit": replace(
         _ADAMW_8BIT, states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32, sm_s=_lion_8bit_sm_s
+    ),
+    "ademamix": OptimizerCost(states=_ademamix(bits=32, paged=False), calls=_BNB_CALLS, waits=True),
+    "ademamix-8bit": _ADEMAMIX_8BIT,
+    "paged-ademamix": OptimizerCost(states=_ademamix(bits=32, paged=True), calls=_BNB_CALLS, waits=True),
+    "paged-ademamix-8bit": replace(_ADEMAMIX_8BIT, states=_ademamix(bits=8, paged=True)),
+    # the denominators of all gradients
+    "schedule-free": OptimizerCost(
+        states=_moments(2), temporaries=_like_parameter, holds_all=True, moves=_schedule_free_moves
     ),
     "adamw-torchao-8bit": _compiled(8),
     "adamw-torchao-4bit": _compiled(4),

@@ -121,10 +121,6 @@ class OpRow:
     def as_mapping(self) -> dict[str, Any]:
         return {**asdict(self), "flops_per_s": self.flops_per_s}
 
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> OpRow:
-        return cls(**{name: mapping[name] for name in ("name", "time_ms", "share", "launches", "flops")})
-
 
 def op_table(events: Iterable[FunctionEvent], *, on_cuda: bool) -> list[OpRow]:
     """Add up events by operator name.

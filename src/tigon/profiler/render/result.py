@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tigon._files import read_text
 from tigon.errors import UsageError
 from tigon.profiler.render.op_table import OpRow
 from tigon.profiler.render.peak_report import PeakReport, peak_of
-from tigon.profiler.timeline.timeline import Timeline
+from tigon.profiler.timeline.timeline import FORMAT, Timeline
 
 FILE = "profile.json"
 
@@ -65,11 +67,8 @@ def read(path: Path) -> Profile:
     """Read the output of `as_mapping`. Raises UsageError if the file cannot be read or is not a profile."""
     try:
         mapping = json.loads(read_text(path))
-        return Profile(
-            Timeline.from_mapping(mapping["timeline"]),
-            tuple(OpRow.from_mapping(row) for row in mapping["ops"]),
-            None if mapping["predicted"] is None else Predicted(**mapping["predicted"]),
-            mapping["facts"],
-        )
+        if (own := mapping["timeline"]["format"]) != FORMAT:
+            raise UsageError(f"{path}: not a profile of this version (format {own}, {FORMAT} is read)")
+        return TypeAdapter(Profile).validate_python({**mapping, "details": mapping["facts"]})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: not a profile ({' '.join(str(error).split())[:120]})") from None

@@ -7,11 +7,10 @@ The live bytes after an event are the sum of the blocks that are allocated and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tigon.errors import UsageError
 from tigon.report.chart import MEMORY_COLOURS
 
 CATEGORIES = tuple(MEMORY_COLOURS)
@@ -124,18 +123,8 @@ class Timeline:
         return joined
 
     def as_mapping(self) -> dict[str, Any]:
-        """The timeline as JSON values, which `from_mapping` reads."""
+        """The timeline as JSON values."""
         return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Timeline:
-        """Read the output of `as_mapping`. Raises UsageError for any other format."""
-        values = dict(mapping)
-        if values.pop("format", None) != FORMAT:
-            raise UsageError(f"not a profile of this version (format {mapping.get('format')}, {FORMAT} is read)")
-        values["call_table"] = [Call(c["op"], c["node"], tuple(c["frames"])) for c in values["call_table"]]
-        values["phases"] = [Phase(**phase) for phase in values["phases"]]
-        return cls(**values)
 
 
 def title(category: str) -> str:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerState
 
 from tigon.bench import record
 from tigon.errors import TigonError
 from tigon.objectives.choose import objective_of
 from tigon.profiler.recording.device_memory import used_bytes
-from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep.worker import limit, samples
 from tigon.techniques.keys.settings import Settings
@@ -33,7 +31,7 @@ from tigon.trainer.checkpoint import atomic_save
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guarded import GuardedTrainer
 from tigon.trainer.guards import preflight
-from tigon.trainer.measuring.timed_run import StepMeter, StepTimer
+from tigon.trainer.measuring.timed_run import MeteredSteps, StepMeter
 from tigon.trainer.setup import Setup, TrainingData
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
@@ -43,46 +41,20 @@ class TrainingStopped(Exception):
     """Training stopped with a TigonError, e.g. a loss that is not finite. This counts as failed, not as refused."""
 
 
-class _Steps(StepTimer):
-    """Times every step. On a CPU, memory is metered in one more step after the last timed one."""
+class _Steps(MeteredSteps):
+    """Counts the positions of every step. On a CPU, memory is metered in one more step after the last timed one."""
 
     def __init__(self, meter: StepMeter, trainer: GuardedTrainer, metered_step: int | None) -> None:
-        super().__init__(meter, trainer)
-        self._metered_step = metered_step
-        self._peak: PeakMeter | None = None
+        super().__init__(meter, trainer, metered_step)
         self.positions: list[int] = []
-        self.losses: list[float] = []
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         self._positions_before = self.trainer.step.speed.n_positions
-        if state.global_step == self._metered_step:
-            self._peak = PeakMeter(self.meter.device)
-            self._peak.start(_alive(kwargs["model"], kwargs["optimizer"]))
         super().on_step_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: Any) -> None:
-        if self._peak is not None:
-            self.stop()
-            return
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         super().on_step_end(args, state, control, **kwargs)
         self.positions.append(self.trainer.step.speed.n_positions - self._positions_before)
-
-    def on_log(
-        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
-    ) -> None:
-        if logs and "loss" in logs and state.global_step != (self._metered_step or -1) + 1:
-            self.losses.append(float(logs["loss"]))
-
-    def stop(self) -> None:
-        """Stop the memory meter, also if the step failed."""
-        if self._peak is not None:
-            self.meter.allocated_bytes, self._peak = self._peak.stop().peak_bytes, None
-
-
-def _alive(model: nn.Module, optimizer: object) -> list[torch.Tensor]:
-    """Tensors that outlive a step. DeepSpeed keeps optimizer states on the optimizer that it wraps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return list(training_state(model, inner if hasattr(inner, "state") else optimizer))
 
 
 def measure(
@@ -151,16 +123,17 @@ def measure(
     meter.mark("save")
     end_s = time.perf_counter()
     _, resident_bytes = used_bytes(torch.device("cpu"))
+    n_steps = len(meter.step_s)  # without the one for memory
     return {
-        "peak_allocated_bytes": meter.allocated_bytes,
+        "peak_allocated_bytes": steps.peak.peak_bytes if steps.peak is not None else meter.allocated_bytes,
         "peak_reserved_bytes": meter.reserved_bytes or None,
         "peak_resident_bytes": resident_bytes,
         "outside_bytes": _outside_bytes(device),
         "phases": meter.phases,
         "step_s": meter.step_s,
         "updated": meter.updated,
-        "positions": steps.positions,
-        "losses": steps.losses,
+        "positions": steps.positions[:n_steps],
+        "losses": steps.losses[:n_steps],
         "parameters": sum(shape.numel() for shape in map(torch.Size, shapes.values())),
         "precision": settings.train.precision,
         "prepare_s": load_s - begin_s,

@@ -18,10 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tigon.data import cache, tokenizer, tokens
-from tigon.data.chat import chat_template
-from tigon.data.document_table import Texts, used_by_weight
-from tigon.data.documents import BadRows
 from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.source import reading
 from tigon.data.source.sources import BUILT_IN
@@ -29,8 +25,8 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.objectives.base import Objective
 from tigon.recipe.keys import DataConfig, Recipe
-from tigon.trainer import model as models
-from tigon.trainer.guards import auto_packing, preflight
+from tigon.trainer import run_data
+from tigon.trainer.guards import auto_packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,24 +82,14 @@ def _of_recipe(
     recipe: Recipe, config: PreTrainedConfig, objective: Objective, processes: int
 ) -> tuple[Sequence[Sample], int, DataConfig]:
     """(samples, id of padding, the recipe's `data` with the choice that `packing: null` stands for)."""
-    data, model = recipe.data, recipe.model
-    bad = BadRows(data.bad_rows)
-    folder = cache.default_folder() if data.cache else None
-    read = used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad, cached=folder))
-    if data.tokenizer == "auto" and models.is_preset(model.name):
-        tok = tokenizer.train_bpe(Texts(read), data.vocab_size, cache.default_folder("tokenizers"))
-    else:
-        own = data.tokenizer == "auto"
-        name, revision = (model.name, model.revision) if own else (data.tokenizer, None)
-        tok = tokenizer.load_tokenizer(name, revision=revision, trust_remote_code=model.trust_remote_code)
-    preflight.check_vocabulary(recipe, config, len(tok))
-    rendering = chat_template.choose(tok, data.template, data.learn, models.end_ids(recipe, config))
-    encoded = tokens.Encoder(tok, config.get_text_config().vocab_size, rendering, bad, folder).encode(read)
-    chosen, packed, _ = auto_packing.chosen(recipe, config, encoded, objective, processes)
+    tokens = run_data.tokenise(recipe, config, objective, run_data.read_documents(recipe, objective))
+    chosen, packed, _ = auto_packing.chosen(recipe, config, tokens.train, objective, processes)
     if not packed.samples:
         raise RecipeError(
-            f"{data.source_names}: not enough text for one sequence of {data.sequence_length} tokens; name more"
+            f"{recipe.data.source_names}: not enough text for one sequence of {recipe.data.sequence_length} tokens; "
+            "name more"
         )
+    tok = tokens.tokenizer
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     return packed.samples, pad_id, chosen.data
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from tigon._trunk import decoder_layers
 from tigon.techniques.base_offload.streamed_layers import StreamedLayers
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.lora import DIFFERENCE_INITS
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.lora.four_bit_weights import compute_on
 from tigon.techniques.technique import Declaration, RunInfo, Technique
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 KEY = "lora.base_offload"
 
 
 def _stream(model: Any, settings: Settings, run_info: RunInfo) -> Any:
-    device = torch.device(run_info.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    StreamedLayers(model, decoder_layers(model), device)
-    loaded: PreTrainedModel = model.get_base_model()
-    if getattr(loaded, "hf_device_map", None):
-        loaded.hf_device_map = {"": device}  # Accelerate refuses 4-bit weights that seem to compute on the CPU
+    StreamedLayers(model, decoder_layers(model), compute_on(model.get_base_model(), run_info.device))
     return model
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.techniques.lora.four_bit_weights import packed_weights
+
 BUFFERS = 2
 """Layers on the device: the one that computes, and the one that is copied."""
 ALIGNMENT = 256  # bytes; each tensor begins at a multiple in the memory of its layer
@@ -217,9 +219,8 @@ SCALES = "absmax"
 
 
 def _states(layer: nn.Module) -> Sequence[Any]:
-    """bitsandbytes' descriptions of the layer's 4-bit weights. Those of experts belong to a module."""
-    found = (getattr(one, "quant_state", None) for one in (*layer.parameters(), *layer.modules()))
-    return list({id(state): state for state in found if state is not None}.values())
+    """bitsandbytes' descriptions of the layer's 4-bit weights."""
+    return [state for _, _, state in packed_weights(layer)]
 
 
 def _keep_tables(layer: nn.Module, device: torch.device) -> None:

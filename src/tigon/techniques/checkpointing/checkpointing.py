@@ -18,10 +18,11 @@ from tigon.techniques import head_groups
 from tigon.techniques.checkpointing import layer_checkpointing
 from tigon.techniques.checkpointing.attention_offload import LayersOnHost
 from tigon.techniques.checkpointing.host_offload import HostOffload
-from tigon.techniques.checkpointing.layer_function import enable, replace_function
+from tigon.techniques.checkpointing.layer_function import Snapshot, enable, replace_function
 from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.keys.train import AUTO
 from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
 if TYPE_CHECKING:
@@ -49,17 +50,6 @@ def every_n_layers(checkpointing: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _recompute(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    enable(model, every=every_n_layers(settings.train.checkpointing) or 1)
-    replace_function(model, recomputed)
-    return model
-
-
-def _selective(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    enable(model, context_fn=selective_contexts)
-    return model
-
-
 def selective_contexts() -> Any:
     """Returns the (forward, recompute) contexts that keep the results of `KEPT_OPS`.
 
@@ -72,11 +62,6 @@ def selective_contexts() -> Any:
         return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _offload(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    """Recompute every layer and keep its input on the host."""
-    return _recomputed_by(inputs_on_host(), model, "offload")
 
 
 def inputs_on_host() -> Callable[..., Any]:
@@ -93,24 +78,6 @@ def inputs_on_host() -> Callable[..., Any]:
     return offloaded
 
 
-def _offload_attention(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    """Recompute every layer except its attention, whose results wait on the host beside the layer's input."""
-    if settings.train.attention_groups == 1:
-        head_groups.replace_attention(model, 1)
-    return _recomputed_by(LayersOnHost(), model, "offload-attention")
-
-
-def _recomputed_by(function: Callable[..., Any], model: PreTrainedModel, mode: str) -> Any:
-    """Let this function call every layer, or refuse the mode."""
-    enable(model)
-    if not replace_function(model, function):
-        raise RecipeError(
-            f"train.checkpointing: {mode} cannot replace the checkpointing function of any layer of "
-            f"{type(model).__name__}; use full"
-        )
-    return model
-
-
 OFFLOAD = "offload"
 KEPT_ON_HOST = "offload-attention"
 # Values that recompute every layer -> what makes the function that transformers' layers call.
@@ -122,34 +89,49 @@ _WHOLE_LAYERS: Mapping[str, Callable[[], Callable[..., Any]]] = {
 }
 
 
-def recompute_layers(model: PreTrainedModel, value: str) -> Callable[[], None]:
+def recompute_layers(model: PreTrainedModel, value: str, *, in_groups: bool = False) -> Callable[[], None]:
     """Apply a value of `train.checkpointing` other than `auto` to a model, and return a function that undoes it.
+
+    in_groups: whether `train.attention_groups` replaces the model's attention.
 
     Raises:
         RecipeError: The value is for another number of layers, the model's layers cannot be recomputed alone, or its
             attention is not the one that `offload-attention` keeps.
     """
-    layers = len(decoder_layers(model))
-    if every := every_n_layers(value):
-        return layer_checkpointing.apply(model, ["none" if at % every else "full" for at in range(layers)])
     if value == "none":
         return lambda: None
+    if every := every_n_layers(value):
+        layers = range(len(decoder_layers(model)))
+        return layer_checkpointing.apply(model, ["none" if at % every else "full" for at in layers])
     if value not in _WHOLE_LAYERS:
-        return layer_checkpointing.apply(model, layer_checkpointing.states_of(value, layers))
+        return layer_checkpointing.apply(model, layer_checkpointing.states_of(value, len(decoder_layers(model))))
     attention = model.config._attn_implementation
-    if value == KEPT_ON_HOST and attention != "sdpa":
+    own_groups = value == KEPT_ON_HOST and not in_groups
+    if own_groups and attention != "sdpa":
         raise RecipeError(
             f"train.checkpointing: {value} keeps the results of sdpa, and the model has {attention!r}; load it with "
             'attn_implementation="sdpa"'
         )
-    undo_layers = layer_checkpointing.apply(model, ["full"] * layers, _WHOLE_LAYERS[value]())
-    undo_attention = head_groups.replace_attention(model, 1) if value == KEPT_ON_HOST else lambda: None
+    before = Snapshot(model)
+    enable(model)
+    if not replace_function(model, _WHOLE_LAYERS[value]()) and value != "full":
+        before.undo()
+        raise RecipeError(
+            f"train.checkpointing: {value} cannot replace the checkpointing function of any layer of "
+            f"{type(model).__name__}; use full"
+        )
+    undo_attention = head_groups.replace_attention(model, 1) if own_groups else lambda: None
 
     def undo() -> None:
-        undo_layers()
+        before.undo()
         undo_attention()
 
     return undo
+
+
+def _recompute(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
+    recompute_layers(model, settings.train.checkpointing, in_groups=settings.train.attention_groups > 1)
+    return model
 
 
 def _keeps_attention_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
@@ -199,7 +181,7 @@ DECLARATION = Declaration(
             name="checkpointing-selective",
             recipe={"train.checkpointing": "selective"},
             chosen=(Condition("train.checkpointing", "is", "selective"),),
-            model=_selective,
+            model=_recompute,
             least_cost=1.02,
             kept_share=0.35,
         ),
@@ -207,7 +189,7 @@ DECLARATION = Declaration(
             name="checkpointing-offload",
             recipe={"train.checkpointing": "offload"},
             chosen=(Condition("train.checkpointing", "is", "offload"),),
-            model=_offload,
+            model=_recompute,
             least_cost=1.15,
             kept_share=0.0,
         ),
@@ -215,11 +197,25 @@ DECLARATION = Declaration(
             name="checkpointing-offload-attention",
             recipe={"train.checkpointing": KEPT_ON_HOST, "data.cross_document_attention": True},
             chosen=(Condition("train.checkpointing", "is", KEPT_ON_HOST),),
-            model=_offload_attention,
+            model=_recompute,
             least_cost=1.05,
             kept_share=0.0,
         ),
-        *layer_checkpointing.TECHNIQUES,
+        Technique(
+            name="checkpointing-auto",
+            recipe={"train.checkpointing": "auto"},
+            chosen=(Condition("train.checkpointing", "is", AUTO),),
+            least_cost=1.01,  # the search tries it only where less than this could win
+            kept_share=0.0,
+        ),
+        Technique(
+            name="checkpointing-by-layer",
+            recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
+            chosen=(Condition("train.checkpointing", "includes", ":"),),
+            model=_recompute,
+            fits=layer_checkpointing.fits,
+            kept_share=0.0,
+        ),
     ),
     exclusions=(
         _keeps_attention_not_with(

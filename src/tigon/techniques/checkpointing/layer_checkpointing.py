@@ -21,8 +21,6 @@ from tigon.techniques.checkpointing.layer_function import Snapshot, enable, repl
 from tigon.techniques.checkpointing.recompute import recomputed
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.keys.train import AUTO
-from tigon.techniques.technique import RunInfo, Technique
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -179,33 +177,12 @@ class _InLayer:
             return self.part.recompute(self.whole, *args, **kwargs) if self.recomputes else self.whole(*args, **kwargs)
 
 
-def _fits(config: PreTrainedConfig, settings: Settings) -> None:
+def fits(config: PreTrainedConfig, settings: Settings) -> None:
+    """Raise RecipeError if `train.checkpointing` is for another number of layers than this config has."""
     if is_by_layer(settings.train.checkpointing):
         states_of(settings.train.checkpointing, config.get_text_config().num_hidden_layers)
 
 
-def _by_layer(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any:
-    apply(model, states_of(settings.train.checkpointing, len(decoder_layers(model))))
-    return model
-
-
-TECHNIQUES = (
-    Technique(
-        name="checkpointing-auto",
-        recipe={"train.checkpointing": "auto"},
-        chosen=(Condition("train.checkpointing", "is", AUTO),),
-        least_cost=1.01,  # the search tries it only where less than this could win
-        kept_share=0.0,
-    ),
-    Technique(
-        name="checkpointing-by-layer",
-        recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
-        chosen=(Condition("train.checkpointing", "includes", ":"),),
-        model=_by_layer,
-        fits=_fits,
-        kept_share=0.0,
-    ),
-)
 EXCLUSIONS = tuple(
     Exclusion(
         when=(Condition("train.checkpointing", "includes", f"{state}:"), Condition("sharding.zero", "is", 3)),

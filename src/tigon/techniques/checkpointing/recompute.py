@@ -130,7 +130,7 @@ class Frame:
         """The backward pass in which `recomputed` was filled."""
 
     def generators(self, device: torch.device) -> Any:
-        return _Generators(device)
+        return Generators(device)
 
     def hold(self, tensors: list[Tensor]) -> Any:
         """Keep the function's inputs for `held`."""
@@ -227,8 +227,8 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
-class _Generators:
-    """The states of the random number generators: the host's, and the device's if it is a GPU."""
+class Generators:
+    """The present states of the random number generators: the host's, and the device's if it is a GPU."""
 
     __slots__ = ("generator", "host", "place")
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tigon._trunk import language_model, trunk_of
 from tigon.errors import RecipeError
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EMBEDDINGS, EXPERTS, HEAD, LINEAR, LoraConfig
-from tigon.techniques.lora.four_bit_experts import names_in_4_bits
+from tigon.techniques.lora.four_bit_weights import names_in_4_bits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

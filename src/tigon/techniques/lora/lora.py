@@ -15,8 +15,8 @@ from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.lora import adapter_targets, four_bit_shards
-from tigon.techniques.lora.four_bit_experts import shown_as_plain
+from tigon.techniques.lora import adapter_targets
+from tigon.techniques.lora.four_bit_weights import let_fsdp_divide, shown_as_plain
 from tigon.techniques.precision import FORMATS, format_of
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
@@ -148,7 +148,7 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
     assert settings.lora.rank is not None
     _keep_from_cpu_packing(model)
     if settings.sharding.fsdp:
-        four_bit_shards.let_fsdp_divide(model, format_of(settings).products, run_info.device)
+        let_fsdp_divide(model, format_of(settings).products, run_info.device)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     task = _task(model)
     whole = [] if task == LANGUAGE else adapter_targets.head_modules(model)

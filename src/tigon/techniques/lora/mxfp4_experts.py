@@ -50,7 +50,7 @@ class Mxfp4Parametrization(nn.Module):
         self.register_buffer("scales", scales)
         experts, outputs, blocks = scales.shape
         self.quant_state = SimpleNamespace(shape=(experts, BLOCK * blocks, outputs), dtype=dtype, absmax=scales)
-        """The names are those of bitsandbytes' weights, which `four_bit_experts` reads."""
+        """The names are those of bitsandbytes' weights, which `four_bit_weights` reads."""
 
     def forward(self, packed: Tensor) -> Tensor:
         return mxfp4_weight(self.code, packed.view(torch.uint8), self.scales, self.quant_state.dtype).transpose(1, 2)  # type: ignore[no-any-return]
@@ -96,7 +96,7 @@ class KeepingQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def stored_method(model_config: PreTrainedConfig) -> str | None:
+def quant_method_of(model_config: PreTrainedConfig) -> str | None:
     """The `quant_method` of the checkpoint of this config; None if its weights are not quantised."""
     stored = getattr(model_config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
@@ -105,7 +105,7 @@ def stored_method(model_config: PreTrainedConfig) -> str | None:
 
 def is_stored(model_config: PreTrainedConfig) -> bool:
     """Whether the checkpoint of this config stores its experts in MXFP4."""
-    return stored_method(model_config) == "mxfp4"
+    return quant_method_of(model_config) == "mxfp4"
 
 
 def dense_reading() -> dict[str, Any]:

@@ -17,13 +17,19 @@ def _technique(row: Optimizer) -> Technique:
         effect_on_result=row.effect_on_result,
         needs=(row.package,) if row.package else (),
         devices=row.devices,
-        recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
+        recipe=row.recipe,
         chosen=(Condition("train.optimizer", "is", row.name),),
-        arguments=lambda settings, run_info: {"optim": row.trainer_name} if row.trainer_name else {},
+        arguments=lambda settings, run_info: _arguments(row),
         change_rank=row.change_rank,
         last_resort=row.last_resort,
         searched_with=row.searched_with,
     )
+
+
+def _arguments(row: Optimizer) -> dict[str, str]:
+    named = {"optim": row.trainer_name} if row.trainer_name else {}
+    # Its package warms up by itself, so a schedule with a warm-up would square it.
+    return named | ({"lr_scheduler_type": "constant"} if row.averages else {})
 
 
 _GALORE = Condition("train.optimizer", "is one of", ("galore", "galore-layerwise"))
@@ -32,6 +38,7 @@ _ZERO, _FSDP = Condition("sharding.zero", "is at least", 1), Condition("sharding
 _BITSANDBYTES = tuple(row.name for row in OPTIMIZERS.values() if row.package == "bitsandbytes")
 
 _MUON = Condition("train.optimizer", "is", "muon")
+_SCHEDULE_FREE = Condition("train.optimizer", "is", "schedule-free")
 
 
 def _muon_not_with(condition: Condition, reason: str, instead: str) -> Exclusion:
@@ -45,9 +52,14 @@ _EXCLUSIONS = (
         "sharding.zero: 0, or train.optimizer: adamw",
     ),
     _muon_not_with(
-        _FSDP,
-        "FSDP2 hands the optimizer a slice of each matrix, and Muon with gathered matrices has not been tried",
-        "sharding.fsdp: false, or train.optimizer: adamw",
+        Condition("sharding.offload", "is not", "none"),
+        "Muon gathers divided matrices in its step, and the processes do not exchange tensors of the host",
+        "sharding.offload: none, or train.optimizer: adamw",
+    ),
+    _muon_not_with(
+        Condition("sharding.replicas", "is at least", 2),
+        "tigon has not tried Muon on copies of divided matrices",
+        "sharding.replicas: 1, or train.optimizer: adamw",
     ),
     _muon_not_with(
         Condition("sharding.tensor", "is at least", 2),
@@ -58,6 +70,18 @@ _EXCLUSIONS = (
         Condition("lora.rank", "is at least", 1),
         "an adapter is two matrices of low rank, and Muon would orthogonalise each of them alone",
         "train.optimizer: adamw",
+    ),
+    Exclusion(
+        when=(_SCHEDULE_FREE, Condition("train.schedule", "is not", "constant")),
+        reason="averages of the weights take the place of a schedule, and the warm-up is the optimizer's own",
+        instead="train.schedule: constant, or train.optimizer: adamw",
+        source="arXiv 2405.15682; schedulefree 1.4.1 adamw_schedulefree.py",
+    ),
+    Exclusion(
+        when=(_SCHEDULE_FREE, _ZERO),
+        reason="DeepSpeed keeps its own copy of the weights, so the averages would be neither evaluated nor saved",
+        instead="sharding.zero: 0, or train.optimizer: adamw",
+        source="deepspeed 0.19.8 runtime/zero/stage_1_and_2.py",
     ),
     Exclusion(
         when=(_GALORE, _ZERO),

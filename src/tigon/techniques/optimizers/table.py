@@ -20,6 +20,8 @@ class Optimizer:
     devices: tuple[str, ...] = ("cpu", "cuda")
     in_backward: bool = False
     """It updates each weight in the backward pass, so it can neither accumulate nor clip."""
+    averages: bool = False
+    """It evaluates and saves averages of the weights, and takes the place of the learning rate schedule."""
     needs_compiler: bool = False
     """It uses torch.compile, which needs a C++ compiler on a CPU."""
     searched: bool = False
@@ -31,12 +33,22 @@ class Optimizer:
     """As in Technique."""
 
     @property
+    def recipe(self) -> Mapping[str, object]:
+        """The recipe lines that choose it."""
+        clipping = {"train.max_grad_norm": 0} if self.in_backward else {}
+        schedule = {"train.schedule": "constant"} if self.averages else {}
+        return {"train.optimizer": self.name, **clipping, **schedule}
+
+    @property
     def has_plain_states(self) -> bool:
         """Whether its states are plain tensors that belong to one parameter each: PyTorch's and transformers' own."""
         return self.package is None and self.trainer_name is not None
 
 
 _BNB, _TORCHAO = "bitsandbytes", "torchao"
+_ADEMAMIX = (
+    "Another algorithm: AdamW with a second, slow average of the gradient (decay 0.9999), which counts five times."
+)
 _ROWS = (
     # torch.optim.AdamW(fused=True); arXiv 1711.05101
     Optimizer(name="adamw", trainer_name="adamw_torch_fused", searched=True),
@@ -70,6 +82,41 @@ _ROWS = (
         change_rank=4,
         effect_on_result="Another algorithm: updates are the sign of a moment, which is rounded to 8 bits in blocks "
         "of 256.",
+    ),
+    # bitsandbytes.optim.AdEMAMix; arXiv 2409.03137
+    Optimizer(name="ademamix", trainer_name="ademamix", package=_BNB, change_rank=3, effect_on_result=_ADEMAMIX),
+    Optimizer(
+        name="ademamix-8bit",
+        trainer_name="ademamix_8bit",
+        package=_BNB,
+        change_rank=4,
+        effect_on_result="As `ademamix`, with moments rounded as in `adamw-8bit`.",
+    ),
+    Optimizer(
+        name="paged-ademamix",
+        trainer_name="paged_ademamix_32bit",
+        package=_BNB,
+        devices=("cuda",),
+        change_rank=3,
+        effect_on_result="As `ademamix`.",
+    ),
+    Optimizer(
+        name="paged-ademamix-8bit",
+        trainer_name="paged_ademamix_8bit",
+        package=_BNB,
+        devices=("cuda",),
+        change_rank=4,
+        effect_on_result="As `ademamix-8bit`.",
+    ),
+    # schedulefree.AdamWScheduleFree; arXiv 2405.15682
+    Optimizer(
+        name="schedule-free",
+        trainer_name="schedule_free_adamw",
+        package="schedulefree",
+        averages=True,
+        change_rank=3,
+        effect_on_result="Another algorithm: AdamW's first moment is replaced by a running average of the weights, and "
+        "this average is evaluated and saved.",
     ),
     # torchao.optim.AdamW8bit
     Optimizer(

@@ -22,7 +22,7 @@ _ENGINE = ("gpus", "sequence", "sequence_method", "tensor", "fsdp", "replicas", 
 ENGINE_KEYS = tuple(f"sharding.{name}" for name in _ENGINE)
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
 SAMPLES = "samples_per_step"  # in a checkpoint's metadata
-ALIKE = ("evaluations_without_progress", "reward_stop")  # counters that are equal in all processes
+ALIKE = ("reward_stop",)  # counters that are equal in all processes
 
 
 def processes_now(recipe: Recipe) -> int:
@@ -107,12 +107,10 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
     return None
 
 
-def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any] | None:
-    """This process's counters in a checkpoint; None if it has none, as checkpoints of older versions."""
+def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any]:
+    """This process's counters in a checkpoint."""
     files = sorted(folder.glob("counted-*.json"), key=lambda path: int(path.stem.split("-")[1]))
-    if not files:
-        return None
-    counted = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    counted: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     return counted[rank] if len(files) == processes else redistributed(counted, rank)
 
 

@@ -1,13 +1,19 @@
-"""Generates text with the model of a run."""
+"""Generates text with the model of a run, and writes the report's text sample before and after training."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tigon.trainer.distributed import launch
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tigon.trainer.prepare import Prepared
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -36,3 +42,41 @@ def generated(
         )
     model.train(was_training)
     return list(ids[0, len(prompt) :].tolist())
+
+
+@dataclass
+class TextSample:
+    """The text sample of one run. Its texts have the same prompt and seed. Only the main process writes them."""
+
+    prepared: Prepared
+    n_tokens: int
+    """New tokens of a text; 0: none is written."""
+    before: str = ""
+    after: str = ""
+
+    def write(self, built: PreTrainedModel) -> str:
+        """The text that `built` writes now, at temperature 0.8. It keeps the global random state."""
+        if not self.n_tokens:
+            return ""
+        run = self.prepared
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            torch.manual_seed(run.recipe.train.seed)
+            options = {name: value.to(run.device) for name, value in run.prompt_inputs.items()}
+            options |= {"do_sample": True, "temperature": 0.8, "top_k": 50}
+            return str(run.tokenizer.decode(generated(built, run.tokenizer, run.prompt, self.n_tokens, **options)))
+
+    def as_mapping(self) -> dict[str, str]:
+        return {"prompt": self.prepared.prompt_text, "before": self.before, "after": self.after}
+
+
+def begin_sample(prepared: Prepared, built: PreTrainedModel, console: Console) -> TextSample:
+    """Write the text before training. All processes would have to take part in sampling from sharded weights."""
+    n_tokens, objective = prepared.recipe.output.sample_tokens, prepared.objective
+    if prepared.rows is not None and objective.writes_text and built.generation_config.eos_token_id is None:
+        built.generation_config.eos_token_id = prepared.tokenizer.eos_token_id  # a preset has none, and answers end
+    if n_tokens and prepared.settings.sharding.divides_weights:
+        console.out("sample   no text sample: the weights are sharded")
+        n_tokens = 0
+    sample = TextSample(prepared, n_tokens if objective.writes_text and launch.rank() == 0 else 0)
+    sample.before = sample.write(built)
+    return sample

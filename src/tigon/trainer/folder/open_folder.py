@@ -20,7 +20,6 @@ from tigon.trainer.guards.fault_messages import checkpoint_metadata
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.recipe.keys import Recipe
     from tigon.trainer.prepare import Prepared
 
 
@@ -103,7 +102,7 @@ def _check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> Non
     refused += [
         f"{run.resume_point.path.name} was written with {title} {then.get(name)}, and this run has {now[name]}"
         for name, title in titles.items()
-        if then.get(name) != now[name] and not _may_change(name, then, prepared.recipe)
+        if then.get(name) != now[name] and (name != "processes" or prepared.recipe.sharding.zero)
     ]
     if refused:
         raise RunFolderError(
@@ -115,13 +114,6 @@ def _check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> Non
         console.out(f"warning  {line}")
     if launch.rank() == 0:
         run.append({"event": "resume", "step": checkpoint.step_of(run.resume_point.path), "warnings": warnings})
-
-
-def _may_change(name: str, then: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Whether a difference in this entry is allowed. Checkpoints of older versions lack the samples per step."""
-    if name == resume_rules.SAMPLES:
-        return name not in then
-    return name == "processes" and recipe.sharding.zero == 0
 
 
 def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

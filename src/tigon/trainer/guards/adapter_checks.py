@@ -99,7 +99,7 @@ def fp8_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
     """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
     from tigon.techniques.lora import mxfp4_experts  # loads transformers
 
-    if mxfp4_experts.stored_method(config) != FP8:
+    if mxfp4_experts.quant_method_of(config) != FP8:
         return ()
     return (
         f"model.name: {name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and the "

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch import Tensor
 
 from tigon.errors import RecipeError
+from tigon.techniques.lora.four_bit_weights import packed_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,7 +114,7 @@ class NanGuard:
         """Restore the counters that `state` returned."""
         self.skipped = int(state["skipped"])
         self._counts[0], self._counts[1] = self.skipped, int(state["in_a_row"])
-        self._counts[2] = int(state.get("taken", 1))  # older checkpoints lack it
+        self._counts[2] = int(state["taken"])
         self._loss_sum.fill_(state["loss_sum"])
         self._n_summed.fill_(int(state["n_summed"]))
 
@@ -175,7 +175,7 @@ def first_nonfinite(model: PreTrainedModel) -> int | None:
     None if all values are finite. Reads each weight once without copying it, and waits once per device.
     """
     flags: list[tuple[int, Tensor]] = []
-    states = _quant_states(model)
+    states = {id(weight): state for _, weight, state in packed_weights(model)}
     for index, parameter in enumerate(model.parameters()):
         for tensor in _own_values(parameter, states.get(id(parameter), getattr(parameter, "quant_state", None))):
             if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
@@ -199,20 +199,6 @@ def first_overflow(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
                 narrow = str(dtype).removeprefix("torch.")
                 return f"{name} holds {largest.item():.6g}, and {narrow} ends at {torch.finfo(dtype).max:.6g}"
     return None
-
-
-def _quant_states(model: nn.Module) -> dict[int, Any]:
-    """bitsandbytes' state of each weight in 4 bits, by the parameter's id.
-
-    FSDP2 puts plain parameters in the place of bitsandbytes', which hold it. Their bytes are no numbers.
-    """
-    states = {}
-    for module in model.modules():
-        holder = module[0] if isinstance(module, ParametrizationList) else module
-        stored = getattr(module, "original" if holder is not module else "weight", None)
-        if (state := getattr(holder, "quant_state", None)) is not None:
-            states[id(stored)] = state
-    return states
 
 
 def _own_values(parameter: Tensor, state: Any) -> list[Tensor]:

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerState
 
-from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
+from tigon.profiler.recording.peak import Peak
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
+from tigon.trainer.guarded import GuardedTrainer
+from tigon.trainer.measuring.timed_run import MeteredSteps, StepMeter
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.setup import Setup, TrainingData
 
@@ -39,75 +40,65 @@ TURNS = 3
 """How often each choice of kernels repeats the steps."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Repeat:
-    """The measurements of one choice of kernels."""
+    """The turns of one choice of kernels."""
 
     kernels: str
+    n_tokens: int
+    """Tokens of a step."""
     losses: tuple[float, ...] = ()
-    """The loss of each step in nats per token."""
-    at_rest_bytes: int | None = None
-    """Bytes of weights and optimizer states."""
-    peak_bytes: int | None = None
-    """The peak of the last step, with `at_rest_bytes`."""
-    tokens_per_s: float | None = None
-    """The median of the timed steps."""
-    tokens_per_s_range: tuple[float, float] | None = None
-    """The slowest and the fastest timed step."""
-    timed_steps: int = 0
+    """The loss of each step of the first turn, in nats per token."""
+    peak: Peak | None = None
+    """That of the first turn's last step."""
+    warm_s: list[float] = field(default_factory=list)
+    """The times of the first steps, for repeats that have no other timed step."""
+    timed_s: list[float] = field(default_factory=list)
     error: str | None = None
-    """The reason why the other fields are missing."""
 
     @property
     def stopped(self) -> bool:
-        return self.error == STOPPED
+        """Whether a signal ended the first turn."""
+        return self.error is None and self.peak is None
+
+    def add(self, turn: _Turn, steps: int) -> None:
+        """Add a turn of so many steps, unless a signal has ended it early."""
+        if len(turn.meter.step_s) + (turn.peak is not None) < steps:
+            return
+        self.warm_s.append(turn.meter.step_s[0])
+        self.timed_s += turn.meter.step_s[1:]
+        if turn.peak is not None:
+            self.losses, self.peak = tuple(turn.losses), turn.peak
 
     def as_mapping(self) -> dict[str, Any]:
-        return {"label": LABELS[self.kernels], **asdict(self)}
+        """The row of the run's summary. tokens_per_s: the median; its range: the slowest and the fastest step."""
+        row = {"label": LABELS[self.kernels], "kernels": self.kernels}
+        if self.error is not None or self.peak is None:
+            return {**row, "losses": (), "timed_steps": 0, "error": self.error or STOPPED}
+        times = self.timed_s or self.warm_s
+        return {
+            **row,
+            "losses": self.losses,
+            "at_rest_bytes": self.peak.at_rest_bytes,
+            "peak_bytes": self.peak.peak_bytes,
+            "tokens_per_s": self.n_tokens / statistics.median(times),
+            "tokens_per_s_range": (self.n_tokens / max(times), self.n_tokens / min(times)),
+            "timed_steps": len(times),
+            "error": None,
+        }
 
 
-@dataclass
-class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Step times, losses, and the peak of the last step."""
+class _Turn(MeteredSteps):
+    """The steps of one choice of kernels in one turn, which a signal ends."""
 
-    device: torch.device
-    last_step: int
-    stop: StopRequest
-    measures_memory: bool
-    step_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak: Peak | None = None
-    meter: PeakMeter | None = None
+    def __init__(self, trainer: GuardedTrainer, metered_step: int | None, stop: StopRequest) -> None:
+        super().__init__(StepMeter(trainer.args.device), trainer, metered_step)
+        self._stop = stop
 
-    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
-        if self.measures_memory and state.global_step == self.last_step - 1:
-            self.meter = PeakMeter(self.device)
-            self.meter.start(training_state(kwargs["model"], kwargs["optimizer"]))
-        self._synchronize()
-        self._begin_s = time.perf_counter()
-
-    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self._synchronize()
-        self.step_s.append(time.perf_counter() - self._begin_s)
-        if state.global_step == self.last_step:
-            self.end()
-        if self.stop.number:
+    def on_step_end(self, args: object, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if self._stop.number:
             control.should_training_stop = True
-
-    def end(self) -> None:
-        """End the measurement, also if the measured step failed."""
-        if self.meter is not None:
-            self.peak, self.meter = self.meter.stop(), None
-
-    def on_log(
-        self, args: object, state: object, control: object, logs: dict[str, Any] | None = None, **kwargs: object
-    ) -> None:
-        if logs and "loss" in logs:
-            self.losses.append(logs["loss"])
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def compare(
@@ -131,7 +122,11 @@ def compare(
     kernels, setup, device = prepared.recipe.comparison.kernels, _short(prepared), prepared.device
     train, data = setup.recipe.train, replace(prepared.training_data, eval=None)
     assert train.steps is not None
-    measured: dict[str, _Measured] = {choice: _Measured() for choice in kernels}
+    # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
+    samples = prepared.train.samples
+    mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
+    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
+    measured = {choice: Repeat(choice, n_tokens) for choice in kernels}
     _release(device)
     for turn in range(TURNS):
         left = [choice for choice in kernels if measured[choice].error is None]
@@ -142,17 +137,12 @@ def compare(
             if stop.number:
                 break
             try:
-                observer = _Observer(device, train.steps, stop, measures_memory=turn == 0)
-                _train(setup, build(choice), data, run, observer)
-                measured[choice].add(observer)
+                metered_step = train.steps - 1 if turn == 0 else None
+                measured[choice].add(_train(setup, build(choice), data, run, metered_step, stop), train.steps)
             except torch.OutOfMemoryError:
                 measured[choice].error = "out of memory"
             _release(device)
-    # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
-    samples = prepared.train.samples
-    mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
-    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
-    return [found.as_repeat(choice, n_tokens) for choice, found in measured.items()]
+    return list(measured.values())
 
 
 def _short(prepared: Prepared) -> Setup:
@@ -162,49 +152,18 @@ def _short(prepared: Prepared) -> Setup:
     return prepared.with_train(replace(train.shortened(options.steps), batch_size=batch_size, log_steps=1))
 
 
-def _train(setup: Setup, model: nn.Module, data: TrainingData, run: Path, observer: _Observer) -> None:
+def _train(
+    setup: Setup, model: nn.Module, data: TrainingData, run: Path, metered_step: int | None, stop: StopRequest
+) -> _Turn:
     """Train one turn. The model is freed when this function ends, also if it runs out of memory."""
     trainer = trainers.make(setup, model, data, run)
-    trainer.add_callback(observer)
+    turn = _Turn(trainer, metered_step, stop)
+    trainer.add_callback(turn)
     try:
         trainer.train()
     finally:
-        observer.end()
-
-
-@dataclass
-class _Measured:
-    """The turns of one choice of kernels."""
-
-    first: _Observer | None = None
-    """The first turn, which has the losses and the peak."""
-    warm_s: list[float] = field(default_factory=list)
-    """The times of the first steps, for repeats that have no other timed step."""
-    timed_s: list[float] = field(default_factory=list)
-    error: str | None = None
-
-    def add(self, observer: _Observer) -> None:
-        """Add a turn, unless a signal has ended it early."""
-        if len(observer.step_s) < observer.last_step:
-            return
-        self.warm_s.append(observer.step_s[0])
-        self.timed_s += observer.step_s[1:-1] if observer.measures_memory else observer.step_s[1:]
-        self.first = self.first or observer
-
-    def as_repeat(self, choice: str, n_tokens: int) -> Repeat:
-        if self.error is not None or self.first is None:
-            return Repeat(choice, error=self.error or STOPPED)
-        assert self.first.peak is not None
-        times = self.timed_s or self.warm_s
-        return Repeat(
-            choice,
-            losses=tuple(self.first.losses),
-            at_rest_bytes=self.first.peak.at_rest_bytes,
-            peak_bytes=self.first.peak.peak_bytes,
-            tokens_per_s=n_tokens / statistics.median(times),
-            tokens_per_s_range=(n_tokens / max(times), n_tokens / min(times)),
-            timed_steps=len(times),
-        )
+        turn.stop()
+    return turn
 
 
 def _release(device: torch.device) -> None:

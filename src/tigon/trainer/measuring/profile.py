@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 from tigon.data.source import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.objectives import recipe_checks
-from tigon.objectives.post_training import rules as post_training_rules
+from tigon.objectives.rules import post_training as post_training_rules
 from tigon.planner.search.recommend import label
 from tigon.profiler.render import page, result, tables
 from tigon.profiler.render.result import Predicted, Profile
@@ -96,7 +95,7 @@ def profile(request: ProfileRequest) -> Path:
                 f"sharding.gpus is {processes}, but only a run of one process can be profiled; add "
                 "--set sharding.gpus=1"
             )
-    with _folder(request.out, recipe) as (folder, place):
+    with _folder(request.out, recipe) as folder:
         if other is None:
             profiles = [_profile_here(recipe, request.steps, folder)]
         else:
@@ -106,12 +105,11 @@ def profile(request: ProfileRequest) -> Path:
             ]
             profiles = _with_distinct_labels(profiles, request)
         _write(folder, profiles)
-    (target,) = place
-    _conclude(profiles, target)
+    _conclude(profiles, folder)
     failed = [each.details[STOPPED] for each in profiles if STOPPED in each.details]
     if failed:
-        raise RecipeError(f"{failed[0]}; the recording up to there is in {target / PAGE}")
-    return target
+        raise RecipeError(f"{failed[0]}; the recording up to there is in {folder / PAGE}")
+    return folder
 
 
 def _short(recipe: Recipe, steps: int) -> Recipe:
@@ -127,47 +125,29 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
 
 
 @contextlib.contextmanager
-def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield a scratch folder, and a list that gets its final path at the end. If the block fails, nothing is kept."""
+def _folder(out: Path | None, recipe: Recipe) -> Iterator[Path]:
+    """Create the folder of the profile for the block. If the block fails, nothing is kept."""
     target = out if out is not None else _free(Path(recipe.output.folder), f"{recipe.output.name}-profile")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise RunFolderError(f"{target} exists and is not an empty folder; name an empty or a new folder with --out")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    new = [parent for parent in scratch.parents if not parent.exists()]
-    place: list[Path] = []
+    new = [parent for parent in target.parents if not parent.exists()]
     try:
-        scratch.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / PAGE).touch(exist_ok=False)  # so that another profile does not take the folder for an empty one
     except OSError as error:
         raise RunFolderError(f"{target}: cannot be created: {error.strerror}; name another folder with --out") from None
     try:
-        yield scratch, place
-        place.append(_put(scratch, target))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise RunFolderError(
-            f"{target}: the disk is full; free some space, or name another folder with --out"
-        ) from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        yield target
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
         for parent in new:
-            with contextlib.suppress(OSError):  # the folder is not empty: it has the profile
+            with contextlib.suppress(OSError):  # another program has written there
                 parent.rmdir()
-
-
-def _put(scratch: Path, target: Path) -> Path:
-    """Rename the folder to `target`, or to target-2, ... if another process has written there. Returns the path."""
-    number, path = 1, target
-    while True:
-        try:
-            if path.is_dir():
-                path.rmdir()
-            return scratch.rename(path)  # fails if `path` is a folder with files
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-        number += 1
-        path = target.with_name(f"{target.name}-{number}")
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise RunFolderError(
+                f"{target}: the disk is full; free some space, or name another folder with --out"
+            ) from None
+        raise
 
 
 def _free(parent: Path, name: str) -> Path:

@@ -1,12 +1,15 @@
-"""Times each step of a training run and reads the memory peak of each phase, for sweeps and measurements."""
+"""Times each step of a training run and reads its memory peaks, for sweeps and for the comparison of kernels."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerState
 
+from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.trainer.guarded import GuardedTrainer
 
 
@@ -62,8 +65,52 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         self.meter, self.trainer = meter, trainer
         trainer.step.phase_ended = meter.mark
 
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         self.meter.begin()
 
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
         self.meter.end(self.trainer)
+
+
+class MeteredSteps(StepTimer):
+    """Keeps the losses too, and in one step measures the peak of memory instead of the time.
+
+    metered_step: the steps before that one; None: every step is timed.
+    """
+
+    def __init__(self, meter: StepMeter, trainer: GuardedTrainer, metered_step: int | None) -> None:
+        super().__init__(meter, trainer)
+        self.metered_step = metered_step
+        self.losses: list[float] = []
+        self.peak: Peak | None = None
+        self._peak_meter: PeakMeter | None = None
+
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
+        if state.global_step == self.metered_step:
+            self.trainer.step.phase_ended = lambda phase: None  # a mark would reset the peak of the step
+            self._peak_meter = PeakMeter(self.meter.device)
+            self._peak_meter.start(_alive(kwargs["model"], kwargs["optimizer"]))
+        super().on_step_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
+        if self._peak_meter is not None:
+            self.stop()
+        else:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+    def stop(self) -> None:
+        """End the measurement of memory, also if the step failed."""
+        if self._peak_meter is not None:
+            self.peak, self._peak_meter = self._peak_meter.stop(), None
+
+
+def _alive(model: nn.Module, optimizer: object) -> list[torch.Tensor]:
+    """Tensors that outlive a step. DeepSpeed keeps optimizer states on the optimizer that it wraps."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return list(training_state(model, inner if hasattr(inner, "state") else optimizer))

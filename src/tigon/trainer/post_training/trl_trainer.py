@@ -19,7 +19,7 @@ from tigon.errors import RecipeError, UsageError
 from tigon.integrations.trl import GraphGeneration, UnfusedWarning, decode_in_graphs, fuse
 from tigon.integrations.trl.layers import SameLayers
 from tigon.objectives.base import TrlTraining
-from tigon.objectives.post_training.rules import generator_obstacle, writes_by_generate
+from tigon.objectives.rules.post_training import generator_obstacle, writes_by_generate
 from tigon.trainer import engine
 from tigon.trainer.arguments import arguments, learning_rates, make_optimizer, without_data_parallel
 from tigon.trainer.guarded import GuardedTrainer, Safeguards

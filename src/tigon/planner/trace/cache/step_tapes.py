@@ -94,10 +94,10 @@ def _shared(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluat
 
     Models of other depths, and other counts of layers per kind of checkpointing, repeat the same few layers. An
     evaluation depends neither on gradients of an earlier micro-batch nor on checkpointing. Checkpointing by layer is an
-    exception: it replaces the forward of modules, so adapters that share an input run one by one.
+    exception with adapters: it replaces the forward of modules, so adapters that share an input run one by one.
     """
-    kind = request.settings.train.checkpointing
-    unchecked = kind if layer_checkpointing.is_by_layer(kind) else "none"
+    kind, adapted = request.settings.train.checkpointing, request.settings.lora.rank is not None
+    unchecked = kind if adapted and layer_checkpointing.is_by_layer(kind) else "none"
     step: Hashable = (TraceKey(request), gpu, layers, accumulating)
     evaluation: Hashable = (TraceKey(request, checkpointing=unchecked), gpu, layers)
     missing = [key for key in (step, evaluation) if key not in _tapes and (evaluating or key is step)]

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
-from tigon.recipe.rules import Rule, Rules
+from tigon.objectives.rules.rows import OF_TEXT, RowObjectives
+from tigon.recipe.keys import PostTrainingConfig, Recipe
+from tigon.recipe.rules import Rule, Rules, broken
 from tigon.techniques.condition import Condition
 from tigon.techniques.keys.settings import Settings
 
@@ -40,22 +41,19 @@ _OF_TRANSFORMERS = ("repetition_penalty", "generation_kwargs", "cache_implementa
 _GENERATION = (*_FILTERS, *_OF_TRANSFORMERS, CONTINUOUS_BATCHING, "transformers_continuous_batching_config", VLLM)
 """TRL's options that `post_training.generation` passes on, besides those that begin with `vllm_`."""
 _DEFAULT = PostTrainingConfig()
-_OF_TEXT = ("format", "template", "learn", "packing", "cross_document_attention")
-"""Keys of `data` that apply to documents of text, and not to rows."""
+POST_TRAINING = RowObjectives(
+    names=tuple(TAKES),
+    title="post-training",
+    rows="rows of JSONL with the columns of TRL's formats",
+    head="is ignored by TRL's trainers, which read lm_head.weight",
+    kernels="tigon, no-flce or none",
+)
+_POST_TRAINING = POST_TRAINING.chosen
 
 
 def is_post_training(recipe: Recipe) -> bool:
     """Whether one of TRL's trainers carries out the recipe."""
-    return recipe.train.objective in TAKES
-
-
-def refuse(recipe: Recipe, command: str) -> None:
-    """Raise RecipeError if `command` cannot handle the recipe's objective because TRL's trainer carries it out."""
-    if is_post_training(recipe):
-        raise RecipeError(
-            f"{command} does not know train.objective: {recipe.train.objective}, which TRL's trainer carries out; run "
-            "it with `tigon train`"
-        )
+    return _POST_TRAINING.holds(recipe)
 
 
 def check_profiled(recipe: Recipe) -> None:
@@ -91,26 +89,7 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
-_POST_TRAINING = Condition("train.objective", "is one of", tuple(TAKES))
-_SETTINGS_RULES = (
-    Rule(
-        (_POST_TRAINING, Condition("sharding.sequence", "is at least", 2)),
-        "sharding.sequence has not been tried with TRL's trainers, which take whole rows; set sharding.sequence: 1",
-    ),
-    Rule(
-        (_POST_TRAINING, Condition("sharding.tensor", "is at least", 2)),
-        "sharding.tensor has not been tried with TRL's trainers; set sharding.tensor: 1",
-    ),
-    Rule(
-        (_POST_TRAINING, Condition("model.kernels", "is", "liger")),
-        "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
-    ),
-    Rule(
-        (_POST_TRAINING, Condition("lora.rank", "is not", None), Condition("lora.targets", "includes", "head")),
-        "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
-    ),
-)
-"""Techniques that do not go with post-training. Recipe and planner use the same rules."""
+_SETTINGS_RULES = tuple(POST_TRAINING.settings_rules())
 _PLANNED_RULES = (
     Rule(
         (
@@ -129,10 +108,7 @@ _WITHOUT_GENERATOR = (
     (Condition("lora.base_offload", "is", True), "frozen layers in host memory", "lora.base_offload: false"),
 )
 """What tigon's generator does not go with: a condition, its name, and what to set instead."""
-_WITHOUT_AUTO = (
-    (Condition("train.precision", "starts with", "amp"), "autocast", "train.precision: bf16"),  # no GPU has run it
-    (Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),
-)
+_WITHOUT_AUTO = ((Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),)
 """With what `auto` leaves the completions to transformers too."""
 
 
@@ -158,9 +134,7 @@ def refusals(keys: Mapping[str, Any], settings: Settings) -> Iterator[str]:
 
     keys: The recipe keys of the objective.
     """
-    recipe = Recipe.around(settings, keys)
-    rules = (*_SETTINGS_RULES, *_GENERATOR_RULES, *_PLANNED_RULES)
-    return (rule.reason for rule in rules if rule.breaks(recipe))
+    return broken((*_SETTINGS_RULES, *_GENERATOR_RULES, *_PLANNED_RULES), settings, keys)
 
 
 def generation_of(recipe: Recipe) -> Mapping[str, Any]:
@@ -245,13 +219,6 @@ KEY_RULES = (
 """Rules about the keys of `post_training` alone, which a plan checks too."""
 
 
-def _reshapes_data(recipe: Recipe) -> str | None:
-    """The first key about documents of text that the recipe changes; they do not apply to rows."""
-    data = recipe.data
-    names = _OF_TEXT
-    return next((name for name in names if getattr(data, name) != getattr(DataConfig(), name)), None)
-
-
 def _holds_frozen_model(recipe: Recipe) -> bool:
     """Whether the run holds a reference or a teacher; adapters need no reference."""
     objective = recipe.train.objective
@@ -281,14 +248,7 @@ RULES = Rules(
             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
             "settings change; set lora.bias: none and lora.init: default",
         ),
-        *(
-            Rule(
-                lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
-                f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
-                f"leave data.{name} out",
-            )
-            for name in _OF_TEXT
-        ),
+        *POST_TRAINING.text_rules((*OF_TEXT, "data.packing")),
         Rule(
             (_POST_TRAINING, Condition("data.too_long", "is", "truncate")),
             "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error",

@@ -1,0 +1,1 @@
+"""What does not go with an objective, as data. Imports no torch."""
