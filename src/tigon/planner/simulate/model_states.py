@@ -15,7 +15,7 @@ from tigon.planner.request import Request, build
 from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
 from tigon.planner.trace import adapters
 from tigon.planner.trace.cache import disk_cache
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
@@ -128,7 +128,7 @@ def model_weights(request: Request) -> ModelWeights:
 
 @functools.lru_cache(maxsize=64)
 def _model_weights(key: TraceKey) -> ModelWeights:
-    question = key.text
+    question = key.portable_text
     if question is not None:
         try:
             return _of_json(disk_cache.read("weights", question))

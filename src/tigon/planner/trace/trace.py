@@ -38,7 +38,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger, shared_rows, state_layers
 from tigon.planner.trace.attention_offload import TracedLayers
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
