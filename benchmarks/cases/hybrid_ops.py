@@ -216,10 +216,12 @@ def steps(bench: Bench, trained: Trained, config: Any, documents: int) -> dict[s
     versions = [name for name in versions if name != "PyTorch" or documents == 1]
     turns: dict[str, list[timing.Steps]] = {version: [] for version in versions}
     rows: dict[str, dict[str, Any]] = {version: {} for version in versions}
+    start = [parameter.detach().clone() for parameter in trained.parameters]
     for _ in range(TURNS):
         for version in versions:
             if rows[version]:
                 continue
+            trained.restore(start)
             bench.free()
             try:
                 with run_by(version, trained, documents):

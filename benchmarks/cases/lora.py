@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,6 +265,13 @@ class Trained:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def restore(self, start: Sequence[torch.Tensor]) -> None:
+        """Set the adapters to these values, with a new state of the optimizer."""
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, start, strict=True):
+                parameter.copy_(value)
+        self.optimizer.state.clear()
 
 
 def measured(bench: Bench, run: Run, settings: Settings, versions: list[str]) -> dict[str, Any]:
