@@ -59,7 +59,7 @@ class Bench:
             case.options(parser)
         self.refuse = parser.error
         """Ends the command with this message."""
-        self.given = parser.parse_args(arguments)
+        self._parser, self.given = parser, parser.parse_args(arguments)
         self.tiny: bool = self.given.tiny
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if case.needs_gpu and self.device.type == "cpu" and not self.tiny:
@@ -75,14 +75,24 @@ class Bench:
     def gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def resume(self, table: str) -> list[dict[str, Any]]:
-        """Go on with the record at `--json`, if it exists and was measured here; returns the lines of a table."""
+    def resume(self, table: str, choosing: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        """Go on with the record at `--json`, if it exists and was measured here by the same command.
+
+        choosing: Options that choose lines and change none, so that they may differ. Returns the lines of a table.
+        """
         path: Path | None = self.given.json
         if path is None or not path.exists():
             return []
         earlier = json.loads(path.read_text(encoding="utf-8"))
         if other := other_machine(earlier["environment"], self.environment()):
             sys.exit(f"{path} was measured with another {other[0]}; move it away, or choose another place for --json")
+        was = vars(self._parser.parse_args(shlex.split(earlier["command"])[4:]))  # after python -m benchmarks CASE
+        for name, value in vars(self.given).items():
+            if name not in ("json", *choosing) and was[name] != value:
+                sys.exit(
+                    f"{path} was measured by another command, {earlier['command']}; move it away, or choose "
+                    "another place for --json"
+                )
         self.fields = {**earlier, **self.fields}
         lines: list[dict[str, Any]] = self.fields.setdefault(table, [])
         return lines

@@ -6,12 +6,13 @@
 LoRA on Python's documentation is trained once without `train.qat` and once with each format. Each line is one
 `tigon export`, which transformers reads back. Its losses are those of documents beyond the first 0.35 MiB, which no run
 has read. The runs stay in the folder `--runs`. Finished runs there and lines of the record at --json are kept, so an
-interrupted measurement continues.
+interrupted measurement continues. An unfinished run there begins anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -40,13 +41,17 @@ lora: {rank: 16}
 
 def _train(model: str, steps: int, name: str, folder: Path) -> Path:
     """Train with the weights rounded to a format, or with `none`, unless that is done. Returns the run's folder."""
-    if (done := folder / name / "summary.json").is_file():
-        return done.parent
-    recipe = folder / "recipe.yaml"
+    runs = folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', model).strip('-')}-{steps}-steps"
+    run_folder = runs / name
+    if (run_folder / "summary.json").is_file():
+        return run_folder
+    shutil.rmtree(run_folder, ignore_errors=True)  # an interrupted run
+    runs.mkdir(parents=True, exist_ok=True)
+    recipe = runs / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     keys = {
         "model.name": model,
-        "output.folder": folder,
+        "output.folder": runs,
         "output.name": name,
         "output.sample_tokens": 0,
         "train.report_to": "none",
@@ -79,10 +84,9 @@ def _losses(folder: Path, tokens: torch.Tensor) -> list[float]:
 
 def _measure(bench: Bench) -> None:
     quiet_loading()
-    done = {(line["training"], line["format"]) for line in bench.resume("lines")}
+    done = {(line["training"], line["format"]) for line in bench.resume("lines", choosing=("formats", "runs"))}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if bench.tiny else bench.given.runs
-        folder.mkdir(parents=True, exist_ok=True)
         model = str(small_model("llama", folder / "small")) if bench.tiny else bench.given.model
         for trained, name in [(NONE, None), *((t, one) for one in bench.given.formats for t in (NONE, one))]:
             if (trained, name or "bf16") in done:

@@ -59,7 +59,7 @@ def measure(bench: Bench) -> None:
         _plan(bench)
         return
     plans = json.loads(given.predictions.read_text(encoding="utf-8"))["rows"] if given.predictions else {}
-    run = _Run(bench, plans, bench.resume("rows"))
+    run = _Run(bench, plans, bench.resume("rows", choosing=("seconds", "rows")))
     cards = torch.cuda.device_count() if bench.gpu else 4
     halves = [(0, 1), (2, 3)] if cards >= 4 and not bench.tiny else [(0, 1)]
     with tempfile.TemporaryDirectory(prefix="several-cards-") as scratch:

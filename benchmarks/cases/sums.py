@@ -59,7 +59,7 @@ def _records(path: Path, event: str) -> list[dict[str, Any]]:
 
 
 def measure(bench: Bench) -> None:
-    done = {line["objective"] for line in bench.resume("runs")}
+    done = {line["objective"] for line in bench.resume("runs", choosing=("objective",))}
     bench.fields["environment"] = bench.environment()
     for objective in bench.given.objective or OBJECTIVES:
         if objective in done:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main, names
-from benchmarks.cases import base_offload
+from benchmarks.cases import base_offload, exports, qat
 from benchmarks.harness import Bench, Case, peaks_bytes, times_ms
 
 CPU = torch.device("cpu")
@@ -56,6 +56,20 @@ def test_record_of_another_machine_is_not_continued(tmp_path):
     path.write_text(json.dumps(changed), encoding="utf-8")
     with pytest.raises(SystemExit, match="was measured with another device; move it away"):
         bench(tmp_path).resume("cases")
+
+
+def test_record_of_another_command_is_not_continued(tmp_path):
+    def resume(*arguments: str) -> int:
+        options = {"options": lambda parser: [parser.add_argument(name) for name in ("--model", "--rows")]}
+        one = bench(tmp_path, *arguments, **options)
+        n_lines = len(one.resume("cases", choosing=("rows",)))
+        one.add("cases", {"id": "a"})
+        return n_lines
+
+    assert resume("--model", "a", "--rows", "x") == 0
+    assert resume("--rows", "y", "--model", "a") == 1
+    with pytest.raises(SystemExit, match=r"was measured by another command, python -m benchmarks small .*; move it"):
+        resume("--model", "b")
 
 
 def test_calls_are_timed_in_turns_and_a_failing_one_is_raised():
@@ -102,6 +116,32 @@ def test_ops_of_hybrid_models_are_measured_beside_pytorch(tmp_path):
     for line in lines:
         assert max(line["errors"]["tigon"].values()) < 0.01
         assert ("PyTorch" in line["median_ms"]) == ("4 documents" not in line["problem"])
+
+
+def test_each_version_of_a_hybrid_model_begins_with_the_same_adapters(tmp_path):
+    pytest.importorskip("peft")
+    path = tmp_path / "hybrid-ops.json"
+    main(["hybrid-ops", "--tiny", "--part", "steps", "--json", str(path)])
+    versions = json.loads(path.read_text(encoding="utf-8"))["steps"][0]["versions"]
+    losses = {name: row["losses"] for name, row in versions.items() if "losses" in row}
+    assert {"PyTorch", "tigon"} <= losses.keys()
+    for own in losses.values():
+        half = len(own) // 2
+        assert own[:half] == pytest.approx(own[half:], rel=1e-5), "each turn repeats the steps"
+        assert own == pytest.approx(losses["PyTorch"], rel=1e-3)
+
+
+def test_an_interrupted_training_of_qat_begins_anew(tmp_path):
+    pytest.importorskip("peft")
+    model = str(exports.small_model("llama", tmp_path / "small"))
+    first = qat._train(model, 1, "none", tmp_path)
+    (first / "summary.json").unlink()
+    (first / "left.txt").touch()
+    assert qat._train(model, 1, "none", tmp_path) == first and not (first / "left.txt").exists()
+    written = (first / "summary.json").stat().st_mtime_ns
+    qat._train(model, 1, "none", tmp_path)
+    assert (first / "summary.json").stat().st_mtime_ns == written, "a finished run is kept"
+    assert qat._train(model, 2, "none", tmp_path) != first
 
 
 def test_layers_on_the_host_are_compared_with_resident_ones(tmp_path, monkeypatch):
