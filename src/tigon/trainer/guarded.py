@@ -139,6 +139,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self.completions: CompletionLog | None = None
         self.generator: object = ""
         """What writes the completions of a trainer of TRL; its text is for the report."""
+        self.completions_line = ""
         self.evaluation_error: str | None = None
         # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
         self.saves, self.args.save_total_limit = AtomicSave(self, self.args.save_total_limit), None

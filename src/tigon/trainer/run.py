@@ -299,8 +299,8 @@ def _train(
     from tigon.trainer.report.watchers import watch  # loads transformers
 
     trainer = _make_trainer(run, prepared, built, stop)
-    if isinstance(trainer.generator, str) and trainer.generator:
-        console.out(trainer.generator)
+    if trainer.completions_line:
+        console.out(trainer.completions_line)
     started_s = time.perf_counter()
     with ExitStack() as stack:
         watchers = watch(run, prepared, trainer, console, stack)
