@@ -276,6 +276,7 @@ def test_wrong_command_line_prints_the_usage_in_one_line(arguments: tuple[str, .
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and "usage: python -m tigon.compat.liger" in done.stderr
+    assert ("tigon: SCRIPT.py is missing. " in done.stderr) == (not arguments)
     assert run("--help", cwd=tmp_path).returncode == 0
 
 

@@ -136,8 +136,8 @@ def find(path: Path, name: str) -> SweepFolder:
 def check_machine(environments: Iterable[Mapping[str, Any]], here: Mapping[str, Any], path: Path) -> None:
     """Refuse to mix points of two machines in one table.
 
-    path: the folder that the environments come from. Raises RunFolderError if an environment has another device, driver
-    or versions.
+    path: the folder that the environments come from. Raises RunFolderError if an environment has another device,
+    driver, number of threads, or versions.
     """
     for environment in environments:
         if other := other_machine(environment, here):

@@ -52,7 +52,8 @@ def command(
     from tigon.trained import export, find  # not for --help
 
     trained = find.find(name, trust_remote_code=trust_remote_code)
-    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf, format=format, verify=verify)
+    kind = None if gguf is None else gguf.lower()  # llama.cpp writes Q4_K_M
+    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=kind, format=format, verify=verify)
     wanted.check(trained)
     if push is not None:
         export.check_repository(push)

@@ -21,6 +21,8 @@ _USAGE = f"python -m tigon.compat.liger [{LOSS_DTYPE_OPTION} {'|'.join(LOSS_DTYP
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with the message and the usage in one line."""
+        if message.startswith("the following arguments are required"):  # argparse lists those of the script too
+            message = "SCRIPT.py is missing"
         self.exit(2, f"tigon: {message}. {self.format_usage()}")
 
 

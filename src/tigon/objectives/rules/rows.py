@@ -21,7 +21,7 @@ class RowObjectives:
     names: tuple[str, ...]
     """The values of `train.objective`."""
     title: str
-    """Who reads the rows, as the end of a sentence."""
+    """The kind of training, as the end of a sentence."""
     rows: str
     """The rows, as the end of a sentence that begins with `title`."""
     head: str
