@@ -49,6 +49,35 @@ def test_a_file_of_each_family_and_type_is_read_back_by_transformers(tigon, tmp_
     assert ("output.weight" in read(tmp_path / "out" / f"out-{kind}.gguf")) == (kind != "q8_0")
 
 
+def test_adapters_are_merged_in_fp32_for_the_file_alone(tigon, tmp_path):
+    """The weights of the file are rounded once, and those beside it are the same as without a GGUF file."""
+    import peft
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    source = tmp_path / "source"
+    make_family("llama").to(torch.bfloat16).save_pretrained(source)
+    make_byte_level().save_pretrained(source)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    assert tigon("export", tmp_path / "adapter", tmp_path / "plain", "--merge").code == 0
+    done = tigon("export", tmp_path / "adapter", tmp_path / "out", "--merge", "--gguf", "f16")
+    assert done.code == 0, done.err
+    plain, beside = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "out"))
+    assert plain.keys() == beside.keys() and all(torch.equal(plain[name], beside[name]) for name in plain)
+    assert {one.dtype for one in beside.values()} == {torch.bfloat16}
+    merged = model.merge_and_unload().state_dict()["model.layers.1.mlp.up_proj.weight"]
+    found = read(tmp_path / "out" / "out-f16.gguf")["blk.1.ffn_up.weight"].float()
+    torch.testing.assert_close(found, merged, rtol=2**-11, atol=2**-25)
+    line = next(line for line in done.out.splitlines() if "from out-f16.gguf" in line)
+    assert float(line.split("logits differ by ")[1].split("%")[0]) < 0.1, line
+
+
 @pytest.mark.parametrize(("kind", "step"), [("q8_0", 1 / 127), ("q4_0", 1 / 8)])
 def test_a_quantised_weight_is_within_a_step_of_its_block(tigon, tmp_path, kind, step):
     from safetensors.torch import load_file

@@ -198,10 +198,14 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     tokenizer = load_tokenizer_of(trained)
     checked = _verification(trained, tokenizer, wanted.format) if wanted.verify is not False else None
     dtype = "bf16" if wanted.format is not None else wanted.dtype
-    # A merged weight is rounded once, to the dtype that is written, even if the base model's files are in bf16. In fp32
-    # a reader also has numbers in fp32 that no file holds, such as the factor of Gemma's embeddings.
+    # A merged weight is rounded once, to the dtype or type that is written, even if the base model's files are in bf16.
+    # In fp32 a reader also has numbers in fp32 that no file holds, such as the factor of Gemma's embeddings.
     widens = dtype == "fp32" or (trained.adapter is not None and dtype == "fp16")
     model = load_weights(trained, dtype=torch.float32 if widens else "auto")
+    saved_dtype = DTYPES[dtype] if dtype is not None else model.dtype
+    in_fp32 = trained.adapter is not None and gguf_export.rounds(model.config, tokenizer, wanted.gguf)
+    if in_fp32:
+        _cast(model, torch.float32)
     if trained.adapter is not None:
         model = attached(model, trained.adapter)
     if task_of(model.config) is not None:
@@ -212,10 +216,12 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     if trained.adapter is not None:
         model = merged(model)
     refuse_nonfinite(model, str(trained.adapter or trained.weights))
-    if dtype is not None:
-        if (overflow := first_overflow(model.named_parameters(), DTYPES[dtype])) is not None:
-            raise OptionError(f"--dtype {dtype}: {overflow}; use --dtype bf16 or fp32.")
-        _cast(model, DTYPES[dtype])
+    if dtype is not None and (overflow := first_overflow(model.named_parameters(), DTYPES[dtype])) is not None:
+        raise OptionError(f"--dtype {dtype}: {overflow}; use --dtype bf16 or fp32.")
+    # The fp32 weights stay in memory for the GGUF file, beside the cast ones: 4 bytes more per weight.
+    merged_fp32 = [tensor.data for tensor in _tensors(model)] if in_fp32 else []
+    if dtype is not None or in_fp32:
+        _cast(model, saved_dtype)
     changed = trained.adapter is not None or dtype is not None
     expected = checked.expect(model, changed=changed) if checked is not None else None
     if wanted.format is not None:
@@ -229,15 +235,22 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
             model.to("meta")  # the weights of the reader take their place in memory
         lines = [checked.check(readers.of_transformers(type(model), folder), expected)]
     if wanted.gguf is not None:
+        for tensor, in_memory in zip(_tensors(model), merged_fp32, strict=True) if in_fp32 else ():
+            tensor.data = in_memory
         lines += gguf_export.write(model, tokenizer, gguf_export.Target(folder, wanted.target, wanted.gguf), checked)
     return lines
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
     """Cast the weights. `Module.to` would also round the rotary embedding's frequencies, which are in no file."""
-    for tensor in (*model.parameters(), *(t for name, t in model.named_buffers() if name in model.state_dict())):
+    for tensor in _tensors(model):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+
+
+def _tensors(model: Any) -> list[torch.Tensor]:
+    """The tensors that a file holds."""
+    return [*model.parameters(), *(t for name, t in model.named_buffers() if name in model.state_dict())]
 
 
 def _save(

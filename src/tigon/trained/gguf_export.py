@@ -66,6 +66,11 @@ def check(trained: TrainedModel, kind: str) -> None:
         find_converter(reason)
 
 
+def rounds(config: Any, tokenizer: Any, kind: str | None) -> bool:
+    """Whether a file is asked for that tigon writes from weights in memory, in another dtype than theirs."""
+    return kind not in (None, AUTO) and _uncovered(config, tokenizer) is None
+
+
 def _uncovered(config: Any, tokenizer: Any) -> str | None:
     """Why tigon cannot write the file; None if it can."""
     if (reason := gguf_file.covers(config)) is not None:
