@@ -12,7 +12,7 @@ from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
 from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, PRODUCT_SHARE
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 
 _WIDTH = 100
 
@@ -105,6 +105,6 @@ def _weights(request: Request, model: ModelWeights) -> str:
         text += "; those of experts are in MXFP4: half a byte each, plus scales"
     elif any(weight.stored_as for weight in model.weights):
         text += "; those of linear layers are in NF4: half a byte each, plus scales"
-    if format_of(request.settings).autocast is not None:
+    if number_format(request.settings).autocast is not None:
         text += "; autocast's 16-bit copies count as activations"
     return text + "."

@@ -48,7 +48,7 @@ from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, l
 from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4, trained_dtype
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -200,7 +200,7 @@ def recorded(
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
         stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-        if format_of(settings).autocast is not None:
+        if number_format(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
         if training:
@@ -218,7 +218,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     model = build(request.model, config)
     if settings.lora.quantize:
         watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
-        adapters.quantize(model, settings, watch, format_of(settings).products)
+        adapters.quantize(model, settings, watch, number_format(settings).compute_dtype)
     fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
@@ -444,7 +444,7 @@ class _Run:
         """A model's call as Accelerate wraps it."""
         if recorder.where != Where("forward"):
             recorder.mark(Where("forward"), "activations")
-        dtype = format_of(self.request.settings).autocast
+        dtype = number_format(self.request.settings).autocast
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
             outputs = forward()
         logits = getattr(outputs, "logits", None)
