@@ -35,7 +35,7 @@ from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
-from tigon.trainer.post_training.tools import load_environment, load_tools
+from tigon.trainer.post_training.tools_and_environments import load_environment, load_tools
 from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:
