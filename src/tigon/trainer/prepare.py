@@ -191,7 +191,7 @@ class _Checked:
 
 def _check(recipe: Recipe, device: torch.device) -> _Checked:
     """Check the recipe against model and machine, before any row is read."""
-    harness.check(recipe.eval.lm_eval)
+    harness.check_tasks(recipe.eval.lm_eval)
     config = config_for(recipe, model.load_config(recipe.model))
     preflight.check_lengths(recipe, config)
     built = model.without_data(config)

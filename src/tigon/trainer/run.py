@@ -332,7 +332,7 @@ def _train(
         outcome["labels"] = None if eval_loss is None else _labels(trainer)
         if prepared.recipe.eval.lm_eval:  # may take hours, in which a killed run keeps what it has learned
             trainer.save_last()
-        outcome["lm_eval"] = harness.run_tasks(run, built, prepared.tokenizer, prepared.recipe, console.out)
+        outcome["lm_eval"] = harness.evaluate_and_save(run, built, prepared.tokenizer, prepared.recipe, console.out)
         watchers.finish(outcome)
         return trainer, outcome
 
