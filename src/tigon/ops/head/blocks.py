@@ -33,7 +33,7 @@ from tigon.ops.losses.divergence_rows import (
     divergence,
     divergence_gradient,
 )
-from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.inputs import CountedTokens
 from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids
 from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, gradient_into
 from tigon.ops.losses.results import RowResults
@@ -241,8 +241,8 @@ class HeadPair(NamedTuple):
     p: Head
     q: Head
 
-    def at(self, places: Places) -> HeadPair:
-        return HeadPair(self.p.at(places), self.q.at(places))
+    def at(self, counted: CountedTokens) -> HeadPair:
+        return HeadPair(self.p.at(counted), self.q.at(counted))
 
     @property
     def size(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from tigon.ops.head.inputs import Head, LossArguments, Wanted
 from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
 from tigon.ops.head.loop import BlockPlan, run_blocks
 from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_whole_rows
-from tigon.ops.losses.inputs import Places, check_vector, gradient_scales
+from tigon.ops.losses.inputs import CountedTokens, check_vector, gradient_scales
 from tigon.ops.losses.logprob_inputs import LogprobOptions
 from tigon.ops.losses.logprob_rows import Block, gradient_into
 from tigon.ops.losses.prepared_targets import PreparedTargets
@@ -84,8 +84,8 @@ class DividedChunks(torch.autograd.Function):
         ctx: Context, hidden_NH: Tensor, weight_UH: Tensor, bias: Tensor | None, call: DividedChunksCall
     ) -> tuple[Tensor, ...]:
         ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], True)
-        places = Places(call.index, hidden_NH.shape[0])
-        head = Head(hidden_NH, weight_UH, bias).at(places)
+        counted = CountedTokens(call.index, hidden_NH.shape[0])
+        head = Head(hidden_NH, weight_UH, bias).at(counted)
         if call.index is not None:
             call = replace(call, tokens=call.tokens.at(call.index))
         sums, chunks = empty_sums(head, wanted, call.plan, fp32_hidden=True), _Chunks(head, call)
@@ -98,8 +98,8 @@ class DividedChunks(torch.autograd.Function):
             call.vocabulary.sum_hidden(dx_NH, None)
             dx_NH = dx_NH if head.dtype == torch.float16 else dx_NH.to(head.dtype)
         ctx.save_for_backward(dx_NH, dw_UH, db_U, call.scales[1], call.index)
-        ctx.tokens, ctx.dtype = places.tokens, head.dtype
-        results = results.spread(places, call.options, lse=True)
+        ctx.tokens, ctx.dtype = counted.tokens, head.dtype
+        results = results.spread(counted, call.options, lse=True)
         ctx.mark_non_differentiable(*results)
         return loss, *results
 
@@ -108,7 +108,7 @@ class DividedChunks(torch.autograd.Function):
     def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *made, left, index = ctx.saved_tensors
         scale = dloss if left is None else dloss * left
-        return *head_gradients(made, ctx.wanted, (scale, scale), Places(index, ctx.tokens), ctx.dtype), None
+        return *head_gradients(made, ctx.wanted, (scale, scale), CountedTokens(index, ctx.tokens), ctx.dtype), None
 
 
 class _Chunks:
