@@ -18,8 +18,8 @@ from tigon.ops import products as matrix_products
 from tigon.ops.head import blocks, loop
 from tigon.ops.head import logprobs as op_module
 from tigon.ops.head import plan as sizes
+from tigon.ops.head.block_loop import BlockPlan
 from tigon.ops.head.logprobs import linear_logprobs_oracle
-from tigon.ops.head.loop import BlockPlan
 from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_blocks, plan_kept
 from tigon.ops.losses.logprobs import logprobs_oracle
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive, no_autocast
+from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.chunks import even_chunk
 from tigon.ops.head.inputs import NOTHING, Gradients, Head, LogitBuffer, Wanted, sum_dtype
-from tigon.ops.head.loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, whole_plan
 from tigon.ops.losses.divergence_rows import (
     DivergenceRows,
@@ -175,13 +175,13 @@ class _LogprobGradients:
         self.head, self.upstream, self.logits, self.options = head, upstream, logits, options
         self.gathered = False
 
-    def part(self, rows: slice) -> Upstream:
+    def select_tokens(self, rows: slice) -> Upstream:
         return self.upstream.part(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         return None if self.gathered else (self.upstream.ids_NK[rows] == self.options.ignore_index).all(1)
 
-    def write(self, part: Upstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: Upstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         if columns.start == columns.stop:
             return
         if isinstance(self.logits, Tensor):
@@ -364,14 +364,14 @@ class _KlBlocks:
     def __init__(self, pair: HeadPair, upstream: KlUpstream, logits: LogitPair | PairBuffers, kl: KlOptions) -> None:
         self.pair, self.upstream, self.logits, self.kl = pair, upstream, logits, kl
 
-    def part(self, rows: slice) -> KlUpstream:
+    def select_tokens(self, rows: slice) -> KlUpstream:
         return self.upstream.part(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         counts_N = self.upstream.counts_N
         return None if counts_N is None else counts_N[rows] == 0
 
-    def write(self, part: KlUpstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: KlUpstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         if columns.start == columns.stop:
             return
         if isinstance(self.logits, LogitPair):

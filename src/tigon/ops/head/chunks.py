@@ -30,6 +30,7 @@ from tigon.kernels.chips import LogitsTile
 from tigon.ops import dispatch
 from tigon.ops.dispatch import Primitive, no_autocast
 from tigon.ops.head import exponentials
+from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.inputs import (
     NOTHING,
     ChunkLimits,
@@ -40,7 +41,6 @@ from tigon.ops.head.inputs import (
     starts_aligned,
     sum_dtype,
 )
-from tigon.ops.head.loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.losses.cross_entropy_rows import Rows, rows_with_gradient
 from tigon.ops.losses.inputs import LossOptions, TokenLabels, check_labels, wants_label_check
 from tigon.ops.signature import SYMBOLIC
@@ -341,10 +341,10 @@ class _Chunks:
         self.head, self.labels, self.options, self.outputs = head, labels, options, outputs
         self.logits: LogitBuffer | None = None
 
-    def part(self, rows: slice) -> tuple[Head, TokenLabels]:
+    def select_tokens(self, rows: slice) -> tuple[Head, TokenLabels]:
         return self.head.part(rows), self.labels.part(rows)
 
-    def left_out(self, rows: slice) -> None:
+    def no_gradient_mask(self, rows: slice) -> None:
         return None
 
     def run(self) -> None:
@@ -363,7 +363,7 @@ class _Chunks:
             return lambda n, c: self.outputs.kept_NV
         return LogitBuffer(most, V, x, x.dtype).view if any(self.options.wanted) or shared else None
 
-    def write(
+    def compute_block(
         self, part: tuple[Head, TokenLabels], rows: slice, columns: slice, grads: Sequence[Tensor | None]
     ) -> None:
         (head, labels), options, grad = part, self.options, grads[0]
@@ -403,7 +403,7 @@ class _Chunks:
             self._exp_chunk(rows, tile, e_CV)
 
     def _exp_chunk(self, rows: slice, tile: LogitsTile, e_CV: Tensor | None) -> None:
-        (head, labels), options = self.part(rows), self.options
+        (head, labels), options = self.select_tokens(rows), self.options
         loss, stats, factors = exp_logits(head, labels, options.loss, tile, e_CV)
         self.put(rows, loss=loss, stats=stats)
         if options.keep:

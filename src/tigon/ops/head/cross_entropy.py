@@ -27,11 +27,11 @@ bf16 on Hopper, each chunk:
 
 Elsewhere, each chunk:
 
-    chunks.py: _Chunks.run, write                   with loop.py: run_blocks
+    chunks.py: _Chunks.run, compute_block           with block_loop.py: run_blocks
     inputs.py: Head.logits_into                     the logits' product (ops/products.py: product_into)
     ops/losses/cross_entropy_rows.py: rows_with_gradient
     kernels/cross_entropy.py: cross_entropy_fwd     without a kernel: cross_entropy_rows.py: _fwd_reference
-    loop.py: GradientSums.add                       the gradients' products, except in mode "keep_grad"
+    block_loop.py: GradientSums.add                 the gradients' products, except in mode "keep_grad"
 
 Backward, by the plan's mode:
 

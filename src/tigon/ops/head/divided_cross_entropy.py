@@ -21,11 +21,11 @@ from torch import Tensor
 from tigon.errors import ShapeError
 from tigon.ops.dispatch import Context, first_order, no_autocast, outside_graphs
 from tigon.ops.head.autograd import head_gradients
+from tigon.ops.head.block_loop import BlockPlan, run_blocks
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, LossArguments, Wanted
 from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
-from tigon.ops.head.loop import BlockPlan, run_blocks
 from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_whole_rows
 from tigon.ops.losses.inputs import CountedTokens, check_vector, gradient_scales
 from tigon.ops.losses.logprob_inputs import LogprobOptions
@@ -117,14 +117,14 @@ class _Chunks:
     def __init__(self, head: Head, call: DividedChunksCall) -> None:
         self.head, self.call, self.parts = head, call, list[Results]()
 
-    def part(self, rows: slice) -> TokenLoss:
+    def select_tokens(self, rows: slice) -> TokenLoss:
         return self.call.tokens.at(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         call = self.call
         return None if call.index is not None else call.tokens.ids_N1[rows, 0] == call.options.ignore_index
 
-    def write(self, part: TokenLoss, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: TokenLoss, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         call, head, kept_NV = self.call, self.head.part(rows), None
 
         def compute(ids_NK: Tensor, options: LogprobOptions) -> RowResults:
@@ -146,7 +146,7 @@ class _Chunks:
     def results(self) -> Results:
         if not self.parts:  # without a token that counts, one empty part gives the results their form
             nothing = slice(0, 0)
-            self.write(self.part(nothing), nothing, nothing, [None])
+            self.compute_block(self.select_tokens(nothing), nothing, nothing, [None])
         return Results._make(torch.cat(fields) for fields in zip(*self.parts, strict=True))
 
 
