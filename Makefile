@@ -93,7 +93,6 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.base_offload
 	$(BIN)/python -m benchmarks.pages.support
 	$(BIN)/python -m benchmarks.pages.exports
-	$(BIN)/python -m benchmarks.pages.vllm
 	$(BIN)/python -m benchmarks.pages.engine_pairs
 	$(BIN)/python -m benchmarks.pages.several_cards
 	$(BIN)/python -m benchmarks.pages.techniques

@@ -75,10 +75,8 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques: zero-offload-nvme", "step time"): (
         0.84, "the plan does not know the speed of the disk that holds the files."
     ),
-    ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
     ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
     ("sequence", "reserved"): (0.16, _LATE),
-    ("largest-batch", "reserved"): (0.13, _LATE),
     ("paper-two-gpus", "reserved"): (0.13, f"FSDP2: {_STREAMS}"),
     ("medusa-two-gpus", "reserved"): (
         0.19, "FSDP2: it is not known which cached memory one stream reuses from another. Most predictions are too "

@@ -134,3 +134,12 @@ def test_every_row_of_layers_on_the_host_has_a_plan_and_a_share_of_the_speed(tmp
     assert lines[0]["speed"] == lines[0]["resident"]["ms"] / lines[0]["on_host"]["ms"] and "resident" not in lines[1]
     shape = base_offload.config_of("qwen3-32b", tiny=False)
     assert (shape.num_hidden_layers, shape.hidden_size, shape.head_dim, shape.model_type) == (64, 5120, 128, "qwen3")
+
+
+@pytest.mark.parametrize("row", ["1b-64x1024-17gib", "8b-lora-512", "8b-qlora-512"])
+def test_loop_of_ones_own_is_measured_beside_its_plan(row, tmp_path):
+    pytest.importorskip("bitsandbytes" if "qlora" in row else "peft")
+    path = tmp_path / "own-loop.json"
+    main(["own-loop", "--tiny", "--row", row, "--json", str(path)])
+    (line,) = json.loads(path.read_text(encoding="utf-8"))["loops"]
+    assert line["losses"][-1] < line["losses"][0] and line["planned"]["peak_bytes"] > 0 and not line["cuda_graphs"]

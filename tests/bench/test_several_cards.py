@@ -45,7 +45,7 @@ def test_recipe_of_a_row_is_one_that_tigon_train_takes(tiny: bool, tmp_path: Pat
 def test_every_timed_row_has_a_plan() -> None:
     plans = json.loads(PLANS.read_text(encoding="utf-8"))["rows"]
     assert plans.keys() == {name for name in EVERY if not name.startswith("losses")}
-    assert [name for name, plan in plans.items() if "ms" not in plan] == ["8B, 16 layers, Muon, FSDP2"]
+    assert all("ms" in plan for plan in plans.values())
 
 
 def test_rows_are_chosen_with_the_rows_whose_losses_they_repeat() -> None:

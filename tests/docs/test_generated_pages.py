@@ -26,7 +26,6 @@ from benchmarks.pages import (
     small_data,
     sums,
     support,
-    vllm,
 )
 from tigon.kernels.chips import CHIPS
 
@@ -47,7 +46,6 @@ needs_workflow = pytest.mark.skipif(not support.WORKFLOW.is_file(), reason="the 
         small_data,
         sums,
         pytest.param(support, marks=needs_workflow),
-        vllm,
     ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )

@@ -58,6 +58,12 @@ class Gpu:
     """CPU time of an operator with its autograd, in eager PyTorch, on the hosts of this GPU that were measured.
 
     3e-6 was fitted to a CPU-bound run on an H200's host (`roofline.py`), and is assumed for the other GPUs."""
+    engine_s: float = 3e-6
+    """CPU time of one of the operators in which the host time of FSDP2 and DeepSpeed is counted (`engines`).
+
+    Most of it is Python, so it does not grow by the same factor as `host_s` from host to host. The counts are those of
+    H200s' hosts. On H100s' hosts FSDP2 and ZeRO-2 took 5.7 and 5.3 us each, in CPU-bound runs beside DDP
+    (benchmarks/results/nvidia-h100/several-gpus/several-cards.json)."""
 
     def __str__(self) -> str:
         return self.name
@@ -122,7 +128,11 @@ _ROWS = (
         source="matmul and copy rates measured; memory as CUDA reports it",
     ),
     # CPU-bound steps on three hosts of H100s took 7.9 to 11.5 us per operator (docs/planner-method.md).
-    replace(_gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370), host_s=9e-6),
+    replace(
+        _gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
+        host_s=9e-6,
+        engine_s=5.5e-6,
+    ),
     _gpu("h100-pcie", 79.1, 756, 51, 2000, arch=(9, 0), sm_count=114, link_gbs=50, peer_gbs=50),
     _gpu("b200", 178.4, 2250, 75, 8000, arch=(10, 0), sm_count=148, link_gbs=50, peer_gbs=750),
     _gpu("a100-80gb", 79.1, 312, 19.5, 2039, arch=(8, 0), sm_count=108, link_gbs=24, peer_gbs=250),

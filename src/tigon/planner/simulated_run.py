@@ -145,7 +145,7 @@ class SimulatedRun:
                     update_bytes=update_bytes,
                 ),
                 gathered=gathered,
-                layer_bytes=(gathered_plan.layers, gathered_plan.backward),
+                gathered_bytes=(gathered_plan.forward, gathered_plan.backward, gathered_plan.last),
             )
         if gathered is not None:
             gathered.close()

@@ -31,7 +31,7 @@ def step_seconds(
     tape: one micro-batch. overlapped_bytes: bytes that a micro-batch copies to the host and back during its passes.
     """
     settings, traffic = request.settings, placement.traffic
-    micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, host_calls=traffic.host_calls)
+    micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, engine_calls=traffic.host_calls)
     if traffic.each_pass:
         micro_s = _with_copies_s(tape, gpu, traffic.each_pass / gpu.link_bytes_s)
     if settings.train.checkpointing in ("offload", KEPT_ON_HOST):
@@ -42,7 +42,8 @@ def step_seconds(
     micro_s += traffic.waited / gpu.peer_bytes_s
     # The embeddings' gradient comes last, so no computation hides its traffic.
     hidden_s = _HIDING_SHARE * micro_s
-    peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)
+    byte_s = traffic.ring_share / gpu.peer_bytes_s
+    peers_s = max(traffic.peers_last * byte_s, traffic.peers * byte_s - hidden_s)
     update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
     return micro_s * settings.train.gradient_accumulation + update_s + link_s + peers_s
 

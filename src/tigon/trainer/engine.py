@@ -19,6 +19,7 @@ from tigon.techniques import TECHNIQUES, model_kernels
 from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import loftq, lora
+from tigon.techniques.precision import format_of
 from tigon.techniques.sharding.deepspeed_config import partitioned_loading
 from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
@@ -73,6 +74,7 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
         packed_documents.states_apart(built)
     built = setup.objective.with_head(built)
+    torch.manual_seed(setup.recipe.train.seed)  # adapters do not depend on whether the weights were drawn or read
     for technique in used:
         built = technique.model(built, settings, run_info)
     if settings.lora.rank is not None and settings.lora.init == LOFTQ:
@@ -159,14 +161,17 @@ def kept_base(model: ModelConfig, settings: Settings, base: Path) -> ModelConfig
 
 
 def saved_preset(setup: Setup, folder: Path) -> ModelConfig:
-    """Save a preset's random weights as a bf16 checkpoint in `folder`, unless it exists. The main process does it.
+    """Save a preset's random weights in `folder`, unless it exists. The main process does it.
+
+    They have the dtype of the matmuls, as the frozen weights of a run that draws them in place.
 
     Returns:
         A `model` section that names the checkpoint.
     """
     model, seed = setup.recipe.model, setup.recipe.train.seed
     if launch.rank() == 0 and not (folder / "config.json").exists():
-        draw = partial(models.build, dtype=torch.bfloat16, device=None, seed=seed, through=setup.device)
+        dtype = format_of(setup.settings).products
+        draw = partial(models.build, dtype=dtype, device=None, seed=seed, through=setup.device)
         built = draw(model, setup.config)
         adapter_files.keep_base(built, setup.config, folder)
     return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)

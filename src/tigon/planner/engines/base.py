@@ -49,14 +49,16 @@ class GatheredSizes:
     """Weights that are gathered and freed layer by layer."""
     both_passes: int = 0
     """Bytes that are held through both passes."""
-    layers: int = 0
-    """Bytes in addition to `both_passes` until the last layer's backward pass is done."""
+    forward: int = 0
+    """Bytes in addition to `both_passes` in the forward pass and in the loss."""
     backward: int = 0
     """Bytes in addition to `both_passes` during the layers' backward pass."""
+    last: int = 0
+    """Bytes in addition to `both_passes` after the layers' backward pass."""
     before_copy: int = 0
     """The most bytes that a gather on its own stream holds before they are copied out."""
     registered: tuple[int, ...] = ()
-    """Tensors that exist at the same time, once, before the first forward pass, while hooks are registered."""
+    """Tensors that exist at the same time, once, before the first forward pass, while the engine is set up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,18 @@ class Traffic:
     copied: int = 0
     """Bytes of device memory that a micro-batch's collectives read and write to fill and empty their buckets."""
     host_calls: int = 0
-    """Host time in a micro-batch and its step, as a number of operators."""
+    """Host time in a micro-batch and its step, as a number of operators of `Gpu.engine_s` each."""
     waited: int = 0
     """Bytes to and from other GPUs in a micro-batch, during which nothing is computed."""
     each_pass: int = 0
     """Bytes that the forward pass, and again the backward pass, copies from the host while it computes."""
+    ranks: int = 2
+    """GPUs of a collective."""
+
+    @property
+    def ring_share(self) -> float:
+        """What a GPU of a ring passes on of each byte, as a multiple of the half that each of two GPUs passes on."""
+        return 2 * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
 from tigon.planner.engines.base import (
     Engine,
+    GatheredSizes,
     Gradients,
     Loading,
     Placement,
@@ -28,6 +30,9 @@ from tigon.planner.simulate.model_states import (
 )
 from tigon.techniques.keys.settings import Settings
 from tigon.units import in_bytes
+
+BROADCAST_BUCKET_BYTES = 250 << 20
+"""torch/nn/parallel/distributed.py: broadcast_bucket_size."""
 
 
 def engine_of(settings: Settings) -> Engine:
@@ -90,9 +95,38 @@ class Ddp(Engine):
         return Placement(
             weights=model.weight_bytes,
             gradients=Gradients(nbytes=grads),  # the buckets are a second copy, not views of the gradients
+            gathered=GatheredSizes(registered=_broadcast_bytes(model)),
             optimizer_tensor_bytes=tuple(states),
             update=sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=sum(states)),
             step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
-            traffic=Traffic(peers=2 * grads, peers_last=2 * embedding_grad_bytes(model), copied=4 * grads),
+            traffic=Traffic(
+                peers=2 * grads,
+                peers_last=2 * embedding_grad_bytes(model),
+                copied=4 * grads,
+                ranks=self.settings.sharding.gpus,
+            ),
             managed=managed_bytes(request, model.weights),
         )
+
+
+def _broadcast_bytes(model: ModelWeights) -> tuple[int, ...]:
+    """The two largest buckets in a row in which DDP broadcasts the first process's weights before the first pass.
+
+    A bucket is a copy of weights of one dtype. It is closed by the weight that fills it, and two are under way at a
+    time. A weight that is a bucket of its own is sent without a copy (torch/csrc/distributed/c10d/comm.cpp).
+    """
+    tensors = [
+        (weight.itemsize if weight.stored_as is None else weight.stored_as, nbytes)
+        for weight in model.weights
+        for nbytes in weight.tensor_bytes
+    ]
+    buckets, filling = list[list[int]](), dict[object, list[int]]()
+    for dtype, nbytes in tensors:
+        if dtype not in filling:
+            filling[dtype] = []
+            buckets.append(filling[dtype])
+        filling[dtype].append(nbytes)
+        if sum(filling[dtype]) >= BROADCAST_BUCKET_BYTES:
+            del filling[dtype]
+    copies = [sum(bucket) if len(bucket) > 1 else 0 for bucket in buckets]
+    return max(itertools.pairwise([0, *copies]), key=sum)

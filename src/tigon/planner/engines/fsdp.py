@@ -18,6 +18,7 @@ from tigon.planner.engines.base import (
     embedding_grad_bytes,
     gathering_too,
     largest_layer_bytes,
+    layers_of,
     load_divided,
     sharded_update,
     share,
@@ -25,6 +26,7 @@ from tigon.planner.engines.base import (
 from tigon.planner.engines.model_parallel import summed_bytes
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
+from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
@@ -36,6 +38,10 @@ HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
 1024 on each of two H200s: step time minus the time of the operators. FSDP2's own Python accounts for 60 of them (16
 tiny layers on a CPU with no-op collectives). The cause of the rest is unknown."""
+TENSOR_HOST_CALLS = 420
+"""The same, in addition, if a group divides the matrix: its weight and its gradient are DTensors of two dimensions for
+autograd, FSDP2, clipping and the optimizer. A CPU-bound model of 21 weights took 49 ms longer on four H100s than under
+FSDP2 alone (benchmarks/results/nvidia-h100/several-gpus/several-cards.json)."""
 
 
 class Fsdp(Engine):
@@ -55,7 +61,7 @@ class Fsdp(Engine):
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
-        wide = sum(self._widening_of(weight) * weight.packed_bytes for weight in model.weights)
+        wide = sum(map(self._loaded_bytes, model.weights))
         scales = model.weight_bytes - model.packed_bytes
         weights = share(widening * model.buffer_bytes + wide, gpus) + scales
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
@@ -99,25 +105,36 @@ class Fsdp(Engine):
         return [Parameter(weight.shape, self._widening * weight.itemsize, by_muon=True) for weight in updated]
 
     def _gathered(self, model: ModelWeights) -> GatheredSizes:
-        # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
-        # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
-        # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
-        # - backward: a layer, the buffer of the next one, and a reduction's input (FSDPParamGroup: wait_for_unshard,
-        #   post_backward).
+        # Accelerate makes one unit of the last norm and lm_head. Embeddings that are not tied to it are a unit of their
+        # own (fsdp2_prepare_model). What a GPU gathers in addition to its shards (FSDPParamGroup):
+        # - forward: a layer's weights or, at the loss, lm_head twice: also as the buffer that it was gathered into;
+        # - backward: a layer, the buffer of the next one, and a reduction's input, which the next reduction frees;
+        # - after the layers: the embeddings, and the last layer's reduction.
+        # The unit of lm_head is freed by the norm's backward pass. If it starts with the embeddings, whose inputs have
+        # no gradients, the end of the backward pass frees it. An objective's heads use lm_head until then too.
         # Gathered weights, reduced weights and gradients are allocated on separate streams.
         layer, outside = largest_layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
-        untied = any(weight.shape == model.lm_head_shape and not weight.embedding for weight in outside)
-        tail = sum(weight.packed_bytes for weight in outside if not (untied and weight.embedding))
-        reshard = self.settings.sharding.reshard
+        reduced = self._widening * max((sum(one.grad_bytes for one in layer) for layer in layers_of(model)), default=0)
+        heads = [one for one in outside if one.shape == model.lm_head_shape and not one.embedding]
+        embeddings = sum(one.packed_bytes for one in outside if one.embedding) if heads else 0
+        tail = sum(one.packed_bytes for one in outside) - embeddings
+        freed = 0 if any(one.of_objective for one in outside) else sum(one.packed_bytes for one in heads)
+        before_copy = tail + layer if shard_ranks(self.settings) > 1 else 0
+        if not self.settings.sharding.reshard:
+            return GatheredSizes(
+                both_passes=model.packed_bytes, backward=reduced, last=reduced, before_copy=before_copy
+            )
         return GatheredSizes(
-            both_passes=tail if reshard else model.packed_bytes,
-            layers=min(layer, model.packed_bytes - tail) if reshard else 0,
-            backward=2 * layer if reshard else layer,
-            before_copy=tail + layer if shard_ranks(self.settings) > 1 else 0,
+            both_passes=tail - freed,
+            forward=max(layer, 2 * freed),
+            backward=2 * layer + reduced,
+            last=(embeddings if freed else 0) + reduced,
+            before_copy=before_copy,
         )
 
     def _traffic(self, model: ModelWeights, link: int) -> Traffic:
-        host_calls = HOST_CALLS * len(model.trained)
+        divided = TENSOR_HOST_CALLS if self.settings.sharding.tensor > 1 else 0
+        host_calls = (HOST_CALLS + divided) * len(model.trained)
         if self.settings.sharding.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
         # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
@@ -131,10 +148,12 @@ class Fsdp(Engine):
             + sum(weight.nbytes for weight in model.trained)
             + (2 * shard_bytes if self.settings.sharding.replicas > 1 else 0)
             + step_bytes,
-            peers_last=embedding_grad_bytes(model) + step_bytes,
+            # The first gathers have nothing to overlap with: the embeddings and a layer.
+            peers_last=2 * embedding_grad_bytes(model) + largest_layer_bytes(model) + step_bytes,
             # gathered weights are copied out twice, gradients into the reduction's input
             copied=6 * model.packed_bytes,
             host_calls=host_calls,
+            ranks=shard_ranks(self.settings),
         )
 
     def _copies(self) -> tuple[GradientCopy, ...]:
@@ -152,9 +171,7 @@ class Fsdp(Engine):
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
         if not (placement.loaded_itemsize and loading.fits_whole()):
-            # Upper bound: one unit comes from the host to be sharded.
-            ledger.alloc_briefly(placement.gathered.both_passes + placement.gathered.layers, component="weights")
-            ledger.alloc(placement.weights, "weights")
+            self._load_in_units(ledger, placement, model)
             return
         whole = loading.load_whole()
         # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
@@ -162,6 +179,23 @@ class Fsdp(Engine):
             ledger.alloc(share(loading.widening * weight.nbytes, shard_ranks(self.settings)), "weights")
         for tensors in whole:
             ledger.free_all(tensors)
+
+    def _load_in_units(self, ledger: Ledger, placement: Placement, model: ModelWeights) -> None:
+        """The host's weights come to the GPU unit by unit, the layers first, and are divided there.
+
+        accelerate's fsdp2_prepare_model holds the whole embeddings and lm_head until all are divided.
+        """
+        layers = [sum(map(self._loaded_bytes, layer)) for layer in layers_of(model)]
+        ends = [self._loaded_bytes(weight) for weight in model.weights if _is_end(weight, model)]
+        outside = sum(self._loaded_bytes(weight) for weight in model.weights if weight.layer is None)
+        kept = min(share(outside, shard_ranks(self.settings)), placement.weights)  # 0 if all go back to the host
+        ledger.alloc(placement.weights - kept, "weights")
+        ledger.alloc_briefly(max(layers, default=0), component="weights")
+        ledger.alloc(kept, "weights")
+        ledger.alloc_briefly(*ends, component="weights")
+
+    def _loaded_bytes(self, weight: Weight) -> int:
+        return self._widening_of(weight) * weight.packed_bytes
 
     def with_frozen(self, placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
         return gathering_too(placement, frozen)
@@ -174,7 +208,7 @@ class Fsdp(Engine):
         if self._by_muon(model):
             notes = (*notes, "No GPU has measured Muon's step on matrices that FSDP2 divides.")
         if self.settings.sharding.tensor > 1:
-            notes = (*notes, "Groups that divide matrices took about twice the predicted time on four H100s.")
+            notes = (*notes, "Groups that divide matrices are bound by the CPU until their matrices are very large.")
         if self.settings.lora.quantize:
             whole = in_bytes(model.weight_bytes)
             return (*notes, f"Each process holds the quantised model ({whole}) on the host until FSDP2 divides it.")
@@ -187,6 +221,11 @@ class Fsdp(Engine):
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "
             f"{whole_gib:.0f} GiB of host memory during loading.",
         )
+
+
+def _is_end(weight: Weight, model: ModelWeights) -> bool:
+    """Whether it is the embeddings or lm_head."""
+    return weight.embedding or (weight.layer is None and weight.shape == model.lm_head_shape)
 
 
 def _orthogonalisation_bytes(rows: int, columns: int) -> int:

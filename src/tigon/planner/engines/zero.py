@@ -43,6 +43,9 @@ FP32, FP64 = 4, 8
 MAX_LIVE_ELEMENTS = 10**9
 # deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are converted to fp64 at a time.
 NORM_ELEMENTS = 250_000_000
+# deepspeed/runtime/zero/stage_1_and_2.py, step: bytes per bf16 gradient of this GPU's part besides those of a plain
+# step: an fp64 copy and its norm 18 (get_grad_norm_direct), a flat copy 4.
+FLAT_STEP_BYTES = 22
 # deepspeed/runtime/zero/stage3.py, step: bytes per bf16 gradient of this GPU's part besides those of a plain step.
 # isinf and isnan 13 (has_overflow), an fp64 copy and its norm 18 (get_grad_norm_direct), a flat copy 4
 # (_prepare_fp32_grad_for_sub_group), weights from the optimizer's copy 4 (_optimizer_step).
@@ -59,8 +62,8 @@ class _OptimizerMemory:
     """The optimizer's states on the device, without the flat copy."""
     managed_bytes: int
     """The optimizer's states in unified memory."""
-    step_bytes: int
-    """Temporaries of the optimizer's step."""
+    step_tensor_bytes: tuple[int, ...]
+    """Temporaries of the optimizer's step, bytes of each tensor."""
     step_sm_s: float
 
     @property
@@ -112,16 +115,16 @@ class _Zero(Engine):
             slices=slices,
             moments_bytes=optimizer.state_bytes(slices),
             managed_bytes=optimizer.state_bytes(slices, place="managed"),
-            step_bytes=converted + optimizer.step_peak_bytes(slices),
+            step_tensor_bytes=(converted, max(self._flat_bytes(model), optimizer.step_peak_bytes(slices))),
             step_sm_s=sum(map(optimizer.sm_s, slices)),
         )
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         optimizer = self._optimizer_memory(model)
-        states, step, sm_s = optimizer.state_bytes, optimizer.step_bytes, optimizer.step_sm_s
+        states, step, sm_s = optimizer.state_bytes, optimizer.step_tensor_bytes, optimizer.step_sm_s
         host, nvme = optimizer.managed_bytes, 0
         if self._offloads:
-            states, step, sm_s = 0, 0, 0.0
+            states, step, sm_s = 0, (), 0.0
             host, nvme = deepspeed_host_memory.zero_host_bytes(
                 self.settings, model, optimizer.slices, optimizer.moments_bytes
             )
@@ -129,7 +132,7 @@ class _Zero(Engine):
             weights=self._weights_bytes(model),
             optimizer_tensor_bytes=(states,),
             update=self._update(model, states, sm_s),
-            step_tensor_bytes=(step,),
+            step_tensor_bytes=step,
             gradients=self._gradients(model),
             gathered=self._gathered(model),
             traffic=self._traffic(model),
@@ -141,7 +144,18 @@ class _Zero(Engine):
         )
 
     def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
-        return sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
+        gpus = self.settings.sharding.gpus
+        work = sharded_update(model, gpus=gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
+        passes = self._step_bytes(model) * share(sum(weight.numel for weight in model.trained), gpus)
+        return replace(work, moved_bytes=work.moved_bytes + passes)
+
+    def _step_bytes(self, model: ModelWeights) -> int:
+        """Bytes that DeepSpeed's step moves per gradient of this GPU's part, besides those of a plain step."""
+        return FLAT_STEP_BYTES
+
+    def _flat_bytes(self, model: ModelWeights) -> int:
+        """A flat copy of this GPU's gradients, while the gradients are still held too."""
+        return 0
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         return model.weight_bytes
@@ -168,9 +182,10 @@ class _Zero(Engine):
         return Traffic(
             link=self._link_bytes(model) if self._offloads else 0,
             peers=self._peer_bytes(model) if gpus > 1 else 0,
-            peers_last=embedding_grad_bytes(model) if gpus > 1 else 0,
+            peers_last=self._last_peer_bytes(model) if gpus > 1 else 0,
             copied=2 * grads + 2 * share(grads, gpus),
             host_calls=self._host_calls(model),
+            ranks=gpus,
         )
 
     def _host_calls(self, model: ModelWeights) -> int:
@@ -182,6 +197,10 @@ class _Zero(Engine):
 
     def _peer_bytes(self, model: ModelWeights) -> int:
         return 2 * grad_bytes(model)
+
+    def _last_peer_bytes(self, model: ModelWeights) -> int:
+        """The last reduction, and the weights, which are gathered after the optimizer's step."""
+        return embedding_grad_bytes(model) + sum(weight.nbytes for weight in model.trained)
 
     def load(self, loading: Loading) -> None:
         whole = loading.load_whole()
@@ -224,22 +243,21 @@ class Zero2(_Zero):
         nbytes = 0 if self._offloads else share(grad_bytes(model), self.settings.sharding.gpus)
         return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
 
+    def _flat_bytes(self, model: ModelWeights) -> int:
+        return share(grad_bytes(model), self.settings.sharding.gpus)
+
 
 class Zero3(_Zero):
     """Divides weights too, and gathers them layer by layer."""
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
-    host_calls_by_layer = 180
-    """The same if the hooks gather whole layers: that of the other stages. Llama-3.1-8B on two H100s was not CPU-bound
-    then, so its time does not tell this number."""
+    host_calls_of_unit = 385
+    """Host time per unit that is gathered at once, a layer or a weight outside the layers, if the hooks gather whole
+    layers. A CPU-bound model with five units took 10.6 ms longer than under ZeRO-2 on the same H100s."""
 
-    def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
-        """The number of `host_calls` holds the other passes of the step if weights are gathered one by one."""
-        work = super()._update(model, states_bytes, sm_s)
-        if not self._gathers_layers(model):
-            return work
-        passes = STEP_BYTES * share(sum(weight.numel for weight in model.trained), self.settings.sharding.gpus)
-        return replace(work, moved_bytes=work.moved_bytes + passes)
+    def _step_bytes(self, model: ModelWeights) -> int:
+        """The number of `host_calls` holds these passes if weights are gathered one by one."""
+        return STEP_BYTES if self._gathers_layers(model) else 0
 
     def _gathers_layers(self, model: ModelWeights) -> bool:
         of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
@@ -249,8 +267,10 @@ class Zero3(_Zero):
         )
 
     def _host_calls(self, model: ModelWeights) -> int:
-        each = self.host_calls_by_layer if self._gathers_layers(model) else self.host_calls
-        return each * len(model.trained)
+        if not self._gathers_layers(model):
+            return super()._host_calls(model)
+        units = len(layers_of(model)) + sum(weight.layer is None for weight in model.weights)
+        return _Zero.host_calls * len(model.trained) + self.host_calls_of_unit * units
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         nbytes = super()._bucket_bytes(model)
@@ -332,6 +352,10 @@ class Zero3(_Zero):
         sharding, nbytes = self.settings.sharding, grad_bytes(model)
         gathers = nbytes if sharding.zero_int8_weights else 2 * nbytes
         return gathers + (nbytes // 2 if sharding.zero_int4_gradients else nbytes)
+
+    def _last_peer_bytes(self, model: ModelWeights) -> int:
+        """The last reduction, and the first gathers: the embeddings and a layer."""
+        return 2 * embedding_grad_bytes(model) + largest_layer_bytes(model)
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model

@@ -37,29 +37,28 @@ def replay(
     rules: GradientRules,
     *,
     gathered: GatheredWeights | None = None,
-    layer_bytes: tuple[int, int] = (0, 0),
+    gathered_bytes: tuple[int, int, int] = (0, 0, 0),
 ) -> list[Allocation | None]:
     """Simulates one micro-batch and returns the gradients that it leaves.
 
-    gathered: weights that are gathered and freed layer by layer. layer_bytes: further weights that the GPU holds until
-    the layers' backward pass is done, and those that it holds only during that pass.
+    gathered: weights that are gathered and freed layer by layer. gathered_bytes: those that the GPU holds in the
+    forward pass and the loss, in the layers' backward pass, and after it.
     """
     left: list[Allocation | None] = []
     live: dict[int, Allocation | None] = {}
     passed_layers = False
-    in_layers, in_backward = layer_bytes
-    weights = [ledger.alloc(in_layers, "weights")]
+    stage = 0
+    weights = ledger.alloc(gathered_bytes[stage], "weights")
     for segment in tape.segments:
         phase = segment.where.phase
         ledger.enter(_PHASES[phase])
         if gathered is not None:
             gathered.enter(segment.where)
-        if phase == "backward" and len(weights) == 1:
-            weights.append(ledger.alloc(in_backward, "weights"))
-        elif passed_layers and segment.where.layer is None:
-            ledger.free_all(weights)
-            weights = [None, None]
-        passed_layers = passed_layers or (phase == "backward" and segment.where.layer is not None)
+        passed_layers = passed_layers or (stage == 1 and segment.where.layer is not None)
+        if (stage == 0 and phase == "backward") or (stage == 1 and passed_layers and segment.where.layer is None):
+            stage += 1
+            ledger.free(weights)
+            weights = ledger.alloc(gathered_bytes[stage], "weights")
         gradients = _play_segment(ledger, tape, segment, live)
         waits = rules.tied and segment.where.phase == "loss"
         for block in gradients:
@@ -67,10 +66,13 @@ def replay(
                 left.append(live.pop(block))
             elif not waits:
                 ledger.alloc_briefly(rules.update_bytes)
+                if stage == 2:  # the last reduction waits for the one before, and its weights are no longer needed
+                    ledger.free(weights)
+                    weights = None
                 _reduce_and_free(ledger, live.pop(block), rules.reduced)
     for block, allocation in live.items():
         _reduce_and_free(ledger, allocation, rules.reduced if tape.components[block] == "gradients" else None)
-    ledger.free_all(weights)
+    ledger.free(weights)
     return left
 
 

@@ -22,9 +22,9 @@ COPY_SHARE = 0.80
 """Share of the bandwidth of a large copy that elementwise kernels reach."""
 
 
-def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0) -> float:
-    """Seconds of one micro-batch, forward and backward. copied_bytes, host_calls: the engine's part of the work."""
-    cost = SegmentCost(moved_bytes=copied_bytes, host_calls=host_calls)
+def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, engine_calls: int = 0) -> float:
+    """Seconds of one micro-batch, forward and backward. copied_bytes, engine_calls: the engine's part of the work."""
+    cost = SegmentCost(moved_bytes=copied_bytes)
     for segment in tape.segments:
         cost.add(segment.cost)
     products_s = cost.flops / (gpu.matmul_flops * MATMUL_EFFICIENCY)
@@ -32,7 +32,8 @@ def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0)
     if cost.fp8_flops:
         products_s += cost.fp8_flops / (gpu.fp8_flops * MATMUL_EFFICIENCY)
     moved_s = cost.moved_bytes / (gpu.copy_bytes_s * COPY_SHARE)
-    return max(products_s + moved_s + cost.launches * LAUNCH_S, cost.host_calls * gpu.host_s)
+    device_s = products_s + moved_s + cost.launches * LAUNCH_S
+    return max(device_s, cost.host_calls * gpu.host_s + engine_calls * gpu.engine_s)
 
 
 def update_s(touched_bytes: float, host_calls: float, sm_s: float, gpu: Gpu, *, waits: bool = False) -> float:
