@@ -9,7 +9,7 @@ from __future__ import annotations
 from liger_page import NAMES, PAGE, render
 
 from tigon.compat.liger.absent import ABSENT, reason_for
-from tigon.compat.liger.aliases import missing
+from tigon.compat.liger.errors import missing
 from tigon.compat.liger.offered import OFFERED
 
 

@@ -20,7 +20,7 @@ from tigon.planner.request import Request
 from tigon.planner.simulate import model_states
 from tigon.planner.trace.cache import disk_cache
 from tigon.planner.trace.cache import step_tapes as cache
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ def test_objective_without_a_text_of_its_own_is_not_written(folder: Path) -> Non
     class Own(type(REQUEST.objective)):  # type: ignore[misc]
         pass
 
-    assert TraceKey(replace(REQUEST, objective=Own())).text is None
+    assert TraceKey(replace(REQUEST, objective=Own())).portable_text is None
 
 
 OPTIONS: dict[str, Any] = {"as_json": False, "images": None, "assignments": (), "plot": None, "batch": 2}

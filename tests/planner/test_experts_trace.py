@@ -60,7 +60,7 @@ def test_experts_in_4_bits_are_planned_as_they_are_stored(stored_as: str) -> Non
     from tigon.planner.request import Request
     from tigon.planner.search.option import estimate_option
     from tigon.planner.simulate.model_states import model_weights
-    from tigon.planner.trace.adapters import STORED
+    from tigon.planner.trace.quantized_weights import TENSOR_BYTES_BY_FORMAT
     from tigon.techniques.keys.settings import Settings
 
     pytest.importorskip("peft")
@@ -87,7 +87,8 @@ def test_experts_in_4_bits_are_planned_as_they_are_stored(stored_as: str) -> Non
             assert any(weight.stored_as for weight in others) == (stored_as == "nf4")
             numel = [64 * 512 * 256, 64 * 256 * 256]
             for weight in found:
-                assert weight.numel in numel and 0 <= weight.nbytes - sum(STORED[stored_as](weight.numel)) < 4 * 512
+                tensor_bytes = sum(TENSOR_BYTES_BY_FORMAT[stored_as](weight.numel))
+                assert weight.numel in numel and 0 <= weight.nbytes - tensor_bytes < 4 * 512
             experts_bytes = sum(2 * weight.numel for weight in found)
     # One projection of one layer is dense at a time.
     saved = peaks[False] - peaks[True]

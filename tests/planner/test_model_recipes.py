@@ -73,7 +73,7 @@ def beside_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         hybrid_layers, "_installed", lambda kind: library if kind.library == library else hybrid_layers.PYTORCH
     )
-    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: (library,))
+    monkeypatch.setattr("tigon.planner.trace.cache.trace_key.found_libraries", lambda: (library,))
 
 
 def check_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

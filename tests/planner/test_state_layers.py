@@ -55,7 +55,7 @@ def request_of(family: str, seq: int, kernels: str = "tigon") -> Request:
 def test_plan_counts_the_kernels_of_the_installed_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = estimate(request_of(family, 500, "none"), gpu=H200, evaluation=False)
     monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
-    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
+    monkeypatch.setattr("tigon.planner.trace.cache.trace_key.found_libraries", lambda: ("all",))
     fast = estimate(request_of(family, 500, "none"), gpu=H200, evaluation=False)
     assert fast.peak_allocated_bytes < slow.peak_allocated_bytes and fast.step_s < slow.step_s
     assert any("no GPU has measured" in note for note in fast.notes)
@@ -65,7 +65,7 @@ def test_plan_counts_tigons_convolution_as_no_more_than_that_of_causal_conv1d(mo
     fused = estimate(request_of("lfm2", 500), gpu=H200, evaluation=False)
     assert any("short convolution (1 layer): tigon" in note for note in fused.notes)
     monkeypatch.setattr(hybrid_layers, "_installed", lambda kind: kind.library)
-    monkeypatch.setattr("tigon.planner.trace.cache.key.found_libraries", lambda: ("all",))
+    monkeypatch.setattr("tigon.planner.trace.cache.trace_key.found_libraries", lambda: ("all",))
     library = estimate(request_of("lfm2", 500), gpu=H200, evaluation=False)
     assert any("causal-conv1d" in note for note in library.notes)
     assert fused.peak_allocated_bytes <= library.peak_allocated_bytes + 512  # a block of the allocator

@@ -40,7 +40,7 @@ from pathlib import Path
 from benchmarks.pages import techniques as technique_pages
 from tigon.cli.plan_request import Flags, problem_of
 from tigon.errors import RecipeError
-from tigon.planner.trace.cache.key import _TRACED
+from tigon.planner.trace.cache.trace_key import _TRACED_OPTIONS
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
@@ -73,7 +73,7 @@ request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1,
 asked = space.SearchProblem(request=request, free=frozenset(SEARCHES), gpu=find_gpu("24GiB"))
 walks = space.walks(asked)
 assert {walk.train.ring_size for walk in walks} == {1, 2} and walks[0].train.ring_size == 1
-assert "train.ring_size" in _TRACED and "ring" in space.changes(settings)
+assert "train.ring_size" in _TRACED_OPTIONS and "ring" in space.changes(settings)
 assert "ring of 2" in recommend.label(settings)
 tried = space.as_request(request, settings, 1)
 assert as_recipe.keys(tried)["train.ring_size"] == 2

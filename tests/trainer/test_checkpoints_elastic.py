@@ -85,17 +85,24 @@ def run_of(batch: int = 4, accumulation: int = 1, gpus: int = 1, **sharding: obj
     ],
 )
 def test_samples_of_a_step_are_divided_for_the_processes(tmp_path, before, now, batch, accumulation):
-    overrides = resume_rules.divided(tmp_path, before, now)
+    overrides = resume_rules.batch_overrides(tmp_path, before, now)
     assert overrides == (f"train.batch_size={batch}", f"train.gradient_accumulation={accumulation}")
     train = replace(now.train, batch_size=batch, gradient_accumulation=accumulation)
-    assert not resume_rules.divided(tmp_path, before, replace(now, train=train)), "a launched process divides again"
+    assert not resume_rules.batch_overrides(tmp_path, before, replace(now, train=train)), (
+        "a launched process divides again"
+    )
 
 
 def test_step_that_processes_cannot_share_is_refused_with_the_numbers_that_can(tmp_path):
     with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 4 processes .* 1, 2, 3, 6$"):
-        resume_rules.divided(tmp_path, run_of(3, 1, 2), run_of(3, 1, 4))
+        resume_rules.batch_overrides(tmp_path, run_of(3, 1, 2), run_of(3, 1, 4))
+    with pytest.raises(RunFolderError, match=r"the run has 4 samples per step, which 6 processes .* one of 4, 8$"):
+        tensor = {"fsdp": True, "tensor": 2}  # FSDP2 needs two groups of two processes
+        resume_rules.batch_overrides(tmp_path, run_of(1, 1, 8, **tensor), run_of(1, 1, 6, **tensor))
+    with pytest.raises(RunFolderError, match=r"the run has 1 samples per step, .*; resume with sharding.tensor: 1$"):
+        resume_rules.batch_overrides(tmp_path, run_of(1, 1, 1), run_of(1, 1, 4, **tensor))
     with pytest.raises(RunFolderError, match=r"the run has 6 samples per step, which 8 processes .* 2, 4, 6, 12$"):
-        resume_rules.divided(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
+        resume_rules.batch_overrides(tmp_path, run_of(3, 1, 4, sequence=2), run_of(3, 1, 8, sequence=2))
 
 
 def test_deepspeed_reads_its_own_checkpoints_only_and_no_other_engine_reads_them(tmp_path):
@@ -125,7 +132,7 @@ def test_counters_of_two_processes_give_one_process_the_same_record(tmp_path):
         return {"gate": gate, "reward_stop": [0.5, 1, 0], "heads": {"losses": losses, "hits": [[1.0], [2.0]]}}
 
     both = [counted(3.0, [1.0, 2.0]), counted(5.0, [3.0, 4.0])]
-    first, second = (resume_rules.redistributed(both, rank) for rank in range(2))
+    first, second = (resume_rules.redistribute_counters(both, rank) for rank in range(2))
     assert first["gate"]["loss_sum"] == second["gate"]["loss_sum"] == 4.0 and first["gate"]["skipped"] == 1
     assert first["reward_stop"] == second["reward_stop"] == [0.5, 1, 0]
     assert first["heads"] == {"losses": [4.0, 6.0], "hits": [[2.0], [4.0]]}

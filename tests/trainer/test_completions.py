@@ -18,7 +18,7 @@ pytest.importorskip("datasets")
 
 from tigon.objectives.post_training.reward_entries import entries_of
 from tigon.recipe.keys import PostTrainingConfig
-from tigon.trainer.checkpoint.resume_rules import redistributed
+from tigon.trainer.checkpoint.resume_rules import redistribute_counters
 from tigon.trainer.post_training.completions import CompletionLog, table_of
 from tigon.trainer.post_training.reward_stop import RewardStop
 
@@ -147,7 +147,7 @@ def test_counts_survive_a_checkpoint_on_another_number_of_processes() -> None:
     stopped_at(stop, [1.0, 0.2, 0.2], "reward")
     saved = json.loads(json.dumps({**stop.counted(), "gate": {"loss_sum": 0.0}}))
     again = RewardStop(keys)
-    again.resume_counting(redistributed([saved, saved], 1))
+    again.resume_counting(redistribute_counters([saved, saved], 1))
     assert stopped_at(again, [0.2], "reward") == 0
 
 

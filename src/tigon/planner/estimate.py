@@ -1,6 +1,6 @@
 """Estimates the memory and time of a training run before it runs.
 
-One estimate is a pipeline. `_from_trace` calls each stage once:
+One estimate is a pipeline. `_run_pipeline` calls each stage:
 
     engine_of         the engine that the run trains with             engines/
     model_weights     weights of the model at full depth              simulate/model_states.py
@@ -54,7 +54,7 @@ class Estimate:
     device_bytes: int
     """Predicts nvidia-smi: reserved, plus memory outside the allocator (engines/non_allocator_memory.py)."""
     host_bytes: int
-    """Pinned host memory for data moved off the GPU."""
+    """Host memory: pinned buffers, and optimizer state in unified memory."""
     nvme_bytes: int
     step_s: float
     """One optimizer step, including all its micro-batches."""
@@ -74,34 +74,34 @@ def estimate(request: Request, *, gpu: Gpu, evaluation: bool = True) -> Estimate
     Args:
         request: the run.
         gpu: the GPU of each rank.
-        evaluation: if False and the request does not evaluate, skips that phase: its peak is 0, and a fifth of the time
-            is saved.
+        evaluation: if False and the request does not evaluate, skips that phase: its peak is 0, and planning takes a
+            fifth less time.
 
     Raises:
         UsageError: `check` rejects the request, or the model cannot be traced.
     """
     check(request)
     model_parallel.check(request)
-    return _from_trace(request, gpu, evaluation or request.evaluated)
+    return _run_pipeline(request, gpu, evaluation or request.evaluated)
 
 
-def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
+def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     engine = engine_of(request.settings)
-    computed = model_parallel.of_process(dataclasses.replace(request, settings=engine.traced_settings()))
-    model = model_parallel.divided_head(model_weights(computed), request)
-    tapes = step_tapes(model_parallel.with_part_of_head(computed), gpu, evaluating=evaluating)
+    per_rank_request = model_parallel.of_process(dataclasses.replace(request, settings=engine.traced_settings()))
+    model = model_parallel.divided_head(model_weights(per_rank_request), request)
+    tapes = step_tapes(model_parallel.with_part_of_head(per_rank_request), gpu, evaluating=evaluating)
     offloaded_bytes = 0
     if request.settings.train.checkpointing == "offload":
-        tapes, offloaded_bytes = _offload_checkpoints(tapes)
+        tapes, offloaded_bytes = _offload_activation_checkpoints(tapes)
     elif request.settings.train.checkpointing == KEPT_ON_HOST:
-        offloaded_bytes = _host_bytes(tapes)
+        offloaded_bytes = _activation_checkpoint_bytes(tapes)
     graphs = None
     if request.settings.train.cuda_graphs:
-        tapes, graphs = _in_graphs(tapes, request.settings)
-    frozen = tuple(model_weights(one) for one in computed.frozen())
+        tapes, graphs = _move_to_cuda_graphs(tapes, request.settings)
+    frozen = tuple(model_weights(frozen_request) for frozen_request in per_rank_request.frozen())
     placement = engine.with_frozen(engine.placement(request, model), frozen)
     memory = SimulatedRun(
-        request=computed,
+        request=per_rank_request,
         gpu=gpu,
         engine=engine,
         model=model,
@@ -129,26 +129,28 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     )
 
 
-def _offload_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
+def _offload_activation_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
     """Returns (the tapes with the layers' inputs on the host between their uses, pinned host bytes)."""
-    host_bytes = _host_bytes(tapes)
+    host_bytes = _activation_checkpoint_bytes(tapes)
     moved = tuple(offloaded(tape, leaving=MAX_LEAVING) for tape in tapes.micro_batches)
     return StepTapes(moved, tapes.evaluation), host_bytes
 
 
-def _host_bytes(tapes: StepTapes) -> int:
+def _activation_checkpoint_bytes(tapes: StepTapes) -> int:
     """Pinned host memory of what the forward pass keeps for the backward pass."""
     first = tapes.micro_batches[0]
-    made = (event for one in first.segments if one.where.phase == FORWARD for event in one.events if event >= 0)
+    forward = (segment.events for segment in first.segments if segment.where.phase == FORWARD)
+    made = (event for events in forward for event in events if event >= 0)
     return sum(pinned(first.sizes[block]) for block in made if first.components[block] == "checkpoints")
 
 
-def _in_graphs(tapes: StepTapes, settings: Settings) -> tuple[StepTapes, GraphMemory]:
-    """Returns (the tapes without what CUDA graphs of the layers hold, what they hold)."""
+def _move_to_cuda_graphs(tapes: StepTapes, settings: Settings) -> tuple[StepTapes, GraphMemory]:
+    """Returns the tapes without the layers' CUDA-graph memory, and that memory."""
     moved = [in_graphs(tape, recomputes=settings.train.checkpointing == "full") for tape in tapes.micro_batches]
     memory = moved[0][1]
     if fuses(settings):
-        # A graph writes the gradients of the first micro-batch in the products too, unlike a layer without a graph.
+        # With gradient accumulation fusion, CUDA graphs also write the first micro-batch's gradients in the matmul.
+        # Without graphs only later micro-batches do.
         memory = dataclasses.replace(memory, pool=moved[-1][1].pool)
     return StepTapes(tuple(tape for tape, _ in moved), tapes.evaluation), memory
 
@@ -167,8 +169,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
                 f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."
             )
     notes += engine.notes(request, model)
-    for one in request.frozen():
-        notes.append(f"The run holds a second, frozen model: {one.model}, {in_bytes(model_weights(one).weight_bytes)}.")
+    for frozen_request in request.frozen():
+        size = in_bytes(model_weights(frozen_request).weight_bytes)
+        notes.append(f"The run holds a second, frozen model: {frozen_request.model}, {size}.")
     notes += request.objective.notes()
     if reason := reason_for_transformers(request):
         notes.append(f"Completions: transformers' generate, {reason}.")

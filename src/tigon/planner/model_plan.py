@@ -78,7 +78,7 @@ class CheckpointPlan:
     memory_bytes: int
     """The memory that the run may take."""
     host_bytes: int
-    """Pinned host memory of `offload` and `offload-attention`."""
+    """Host memory: pinned buffers of `offload` and `offload-attention`, and optimizer state in unified memory."""
     step_s: float
     """Predicted seconds of one optimizer step."""
     tokens_per_s: float

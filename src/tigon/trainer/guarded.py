@@ -159,7 +159,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
             rank, processes = self.args.process_index, self.args.world_size
-            self.resume_counting(resume_rules.counted_before(Path(resume_from_checkpoint), rank, processes))
+            self.resume_counting(resume_rules.load_counters(Path(resume_from_checkpoint), rank, processes))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         result = None

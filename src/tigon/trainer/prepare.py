@@ -247,8 +247,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is None:
         recipe, packing_line = auto_packing.with_slow_layers(recipe, config, checked.layer_paths)
     tokens = run_data.tokenise(recipe, config, objective, source)
-    n_readers = resume_rules.readers(recipe, checked.settings.sharding.gpus)
-    data = run_data.samples_of(recipe, config, objective, tokens, n_readers)
+    data_parallel_size = resume_rules.data_parallel_size(recipe, checked.settings.sharding.gpus)
+    data = run_data.samples_of(recipe, config, objective, tokens, data_parallel_size)
     recipe, settings, graphs_line = auto_packing.without_graphs(recipe, data.recipe, checked.settings)
     tok, processor = tokens.tokenizer, tokens.processor
     prompt = sample_prompt(data, config)

@@ -196,11 +196,11 @@ class RunData:
 
 
 def samples_of(
-    recipe: Recipe, config: PreTrainedConfig, objective: Objective, tokens: TokenisedDocuments, n_readers: int
+    recipe: Recipe, config: PreTrainedConfig, objective: Objective, tokens: TokenisedDocuments, data_parallel_size: int
 ) -> RunData:
     """Make the samples or rows of a run, and check that a step and an evaluation have enough of them.
 
-    n_readers: the processes that read different samples.
+    data_parallel_size: the number of processes that read different samples.
     """
     source = tokens.source
     encoded: _Tokens = tokens.train, tokens.evaluated
@@ -212,7 +212,7 @@ def samples_of(
     if not objective.packs:
         recipe = replace(recipe, data=replace(recipe.data, packing=False))
     if objective.trl is None and tokens.processor is None:
-        recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, n_readers)
+        recipe, train, packing_line = auto_packing.chosen(recipe, config, encoded[0], objective, data_parallel_size)
     else:
         train = objective.rows(recipe.data).pack(encoded[0])
     if rows is not None and not train.samples:
@@ -222,7 +222,7 @@ def samples_of(
         )
     evaluated = objective.rows(recipe.data).pack(encoded[1]) if n_texts[1] else None
     n_samples, n_eval = len(train.samples if rows is None else rows[0]), len(evaluated.samples if evaluated else ())
-    size = _size(recipe, objective, encoded[0], n_samples, n_eval, n_readers)
+    size = _size(recipe, objective, encoded[0], n_samples, n_eval, data_parallel_size)
     _check_enough(recipe, n_samples, size)
     _check_schedule(recipe, steps_of(recipe, size))
     if evaluated is not None and not evaluated.samples:
@@ -292,16 +292,21 @@ def _tokenizer(recipe: Recipe, train_docs: Documents) -> Any:
 
 
 def _size(
-    recipe: Recipe, objective: Objective, encoded: Sequence[Encoded], n_samples: int, n_eval: int, n_readers: int
+    recipe: Recipe,
+    objective: Objective,
+    encoded: Sequence[Encoded],
+    n_samples: int,
+    n_eval: int,
+    data_parallel_size: int,
 ) -> RunSize:
     """The size of the run, for the number of its steps."""
     if objective.trl is not None and objective.trl.scores:  # a sample is a completion; TRL leaves out an unfull step
-        per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * n_readers
+        per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * data_parallel_size
         n_samples *= recipe.post_training.generations
         n_samples -= n_samples % per_step
     of_text = objective.packs and Tokens.of(encoded).are_text.any()
     n_rows = n_samples if objective.trl is not None else 0 if of_text else len(encoded)
-    return RunSize(n_samples, n_eval, n_readers, n_rows=n_rows)
+    return RunSize(n_samples, n_eval, data_parallel_size, n_rows=n_rows)
 
 
 def _of_samples(samples: Sequence[Sample], eval_samples: Sequence[Sample], size: RunSize) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 
 from tigon.models.decoding import generator
 from tigon.models.decoding.generator import generate
-from tigon.models.decoding.pool import PoolLayer
+from tigon.models.decoding.kv_pool import PoolLayer
 from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.decoding.self_check import refusal

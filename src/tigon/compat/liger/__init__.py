@@ -6,7 +6,7 @@ python -m tigon.compat.liger script.py [args]                              # run
 
     offered.py          every name that tigon offers, with the file that has it
     absent.py           the names that tigon refuses, with the reason or with what to use instead
-    aliases.py          `install` and `uninstall`: `import liger_kernel` finds the names
+    import_hook.py      `install` and `uninstall`: `import liger_kernel` finds the names
     __main__.py         runs a script with tigon
     rows.py             makes functions and modules from lines of Liger's parameters
     errors.py           errors that are tigon's and also of the type that Liger raises
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tigon.compat.liger.aliases import install, uninstall
 from tigon.compat.liger.errors import FlagConflict, NotInTigon, missing
+from tigon.compat.liger.import_hook import install, uninstall
 from tigon.compat.liger.loss_dtype import set_loss_dtype
 from tigon.compat.liger.offered import OFFERED, resolve
 from tigon.compat.liger.patching.hooks import ConstructionHook, remove_hooks

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from tigon.compat.liger.aliases import install
+from tigon.compat.liger.import_hook import install
 from tigon.compat.liger.loss_dtype import LOSS_DTYPE_OPTION, LOSS_DTYPES, set_loss_dtype
 from tigon.errors import UsageError
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tigon._trunk import trunk_of
-from tigon.models.decoding.pool import KVPool
+from tigon.models.decoding.kv_pool import KVPool
 from tigon.models.decoding.prompt_queue import PromptQueue
 from tigon.models.decoding.rows import MOST_ROWS, Limits, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
@@ -203,22 +203,22 @@ class _Writer:
             batch, order = order[-count:], order[:-count]
             # Padding comes last, so that no token of a prompt sees it, and needs no mask.
             ids_BT = torch.zeros(len(batch), longest, dtype=torch.long)
-            source: list[int] = []
-            targets: list[int] = []
+            prompt_token_indices: list[int] = []
+            slots: list[int] = []
             for row, group in enumerate(batch):
                 prompt = self.queue.prompts[group]
                 ids_BT[row, : len(prompt)] = torch.tensor(prompt)
-                source += range(row * longest, row * longest + len(prompt))
-                targets += range(*self.queue.ranges[group])
+                prompt_token_indices += range(row * longest, row * longest + len(prompt))
+                slots += range(*self.queue.ranges[group])
             ends = [len(self.queue.prompts[group]) - 1 for group in batch]
             read = sorted(set(ends))
-            given, to = torch.tensor(source, device=self.device), torch.tensor(targets, device=self.device)
+            pool = self.pool.for_prompts(*torch.tensor((prompt_token_indices, slots), device=self.device))
             out = self.called(
                 input_ids=ids_BT.to(self.device),
                 position_ids=torch.arange(longest, device=self.device)[None],
                 logits_to_keep=torch.tensor(read, device=self.device),
                 use_cache=True,
-                **{self.cache_name: self.pool.for_prompts(given, to)},
+                **{self.cache_name: pool},
             )
             for row, group in enumerate(batch):
                 self.logits[group] = out.logits[row, read.index(ends[row])].clone()  # a view would keep them all
@@ -273,7 +273,7 @@ class _Writer:
             position_ids=rows.positions[:, None],
             attention_mask=self._bounds(rows),
             use_cache=True,
-            **{self.cache_name: self.pool.for_rows(rows.places)},
+            **{self.cache_name: self.pool.for_decoding_step(rows.slots)},
         )
         self._take(out.logits[:, -1], rows)
 

@@ -44,7 +44,7 @@ class PromptQueue:
         self.longest = max(map(len, self.prompts))
         self.room = Room.of(len(prompts), sum(map(len, self.prompts)), self.longest, most_rows)
         self.ranges: dict[int, tuple[int, int]] = {}
-        """The places in the pool of each group that stands there."""
+        """The slots in the pool of each group that stands there."""
         self._waiting = deque((number, group) for group, own in enumerate(members.values()) for number in own)
 
     def __len__(self) -> int:

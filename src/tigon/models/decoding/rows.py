@@ -60,8 +60,8 @@ class Rows:
     """The latest token of each row."""
     positions: Tensor
     """Its position in the sequence."""
-    places: Tensor
-    """Its place in the pool."""
+    slots: Tensor
+    """Its slot in the pool."""
     bounds: Tensor
     """(S, 6) int32, as `decode_attention` takes them."""
     completions: Tensor
@@ -76,12 +76,12 @@ class Rows:
         bounds[:, 2] = torch.tensor(own_begins)
         bounds[:, 3] = bounds[:, 2] + 1  # its own token, because attention to nothing is NaN
         numbers = torch.zeros(4, S, dtype=torch.long, device=device)
-        tokens, positions, places, completions = numbers.unbind()
+        tokens, positions, slots, completions = numbers.unbind()
         has_ended = torch.ones(S, dtype=torch.bool, device=device)
         return cls(
             tokens=tokens,
             positions=positions,
-            places=places.copy_(bounds[:, 2]),
+            slots=slots.copy_(bounds[:, 2]),
             bounds=bounds.to(device),
             completions=completions,
             has_ended=has_ended,
@@ -96,7 +96,7 @@ class Rows:
         new.bounds[:, :2] = torch.tensor(prefixes, dtype=torch.int32, device=self.bounds.device)
         new.bounds[:, 3] = new.bounds[:, 2]
         new.positions.copy_(new.bounds[:, 1] - new.bounds[:, 0] - 1)
-        new.places.copy_(new.bounds[:, 2] - 1)
+        new.slots.copy_(new.bounds[:, 2] - 1)
         new.completions.copy_(torch.tensor(completions))
         new.has_ended.zero_()
         return new
@@ -119,7 +119,7 @@ class Rows:
         written.counts_N.index_add_(0, self.completions, goes_on.long())
         self.tokens.copy_(torch.where(goes_on, tokens, self.tokens))
         self.positions.add_(goes_on)
-        self.places.add_(goes_on)
+        self.slots.add_(goes_on)
         self.bounds[:, 3].add_(goes_on)
         ended = (tokens[:, None] == ends).any(1) | (column + 1 >= limit)
         self.has_ended.logical_or_(ended)

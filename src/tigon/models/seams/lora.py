@@ -79,11 +79,11 @@ def unfused_layers(model: nn.Module) -> int:
 
 def adapted(module: LoraLayer, x: Tensor, adapter: str, weight: Weight) -> Tensor:
     """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
-    return after_dropout(module, x, adapter, weight, dropped(module, x, adapter))
+    return adapted_from(module, x, adapter, weight, apply_adapter_dropout(module, x, adapter))
 
 
-def after_dropout(module: LoraLayer, x: Tensor, adapter: str, weight: Weight, adapter_x: Tensor | None) -> Tensor:
-    """As `adapted`. adapter_x: the result of `dropped`."""
+def adapted_from(module: LoraLayer, x: Tensor, adapter: str, weight: Weight, adapter_x: Tensor | None) -> Tensor:
+    """As `adapted`. adapter_x: the result of `apply_adapter_dropout`."""
     if adapter in module.lora_variant and not module.disable_adapters:
         return dora_linear(
             x,
@@ -107,7 +107,7 @@ def after_dropout(module: LoraLayer, x: Tensor, adapter: str, weight: Weight, ad
     )
 
 
-def dropped(module: LoraLayer, x: Tensor, adapter: str) -> Tensor | None:
+def apply_adapter_dropout(module: LoraLayer, x: Tensor, adapter: str) -> Tensor | None:
     """The adapter's input instead of x: x after its dropout, or None without one."""
     return module.lora_dropout[adapter](x) if _drops(module, adapter) else None
 

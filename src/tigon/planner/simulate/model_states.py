@@ -13,9 +13,9 @@ from torch import nn
 from tigon.models.hybrid_layers import counts_of
 from tigon.planner.request import Request, build
 from tigon.planner.simulate.optimizer_cost import FP32, Parameter, cost_of
-from tigon.planner.trace import adapters
+from tigon.planner.trace import lora_adapters, quantized_weights
 from tigon.planner.trace.cache import disk_cache
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.keys.settings import Settings
@@ -41,7 +41,7 @@ class Weight:
     by_muon: bool = False
     """Whether it is the matrix of a linear layer inside the decoder layers, which Muon updates."""
     stored_as: str | None = None
-    """The 4-bit format that holds it, a key of `adapters.STORED`."""
+    """The 4-bit format that holds it, a key of `quantized_weights.TENSOR_BYTES_BY_FORMAT`."""
     embedding: bool = False
     of_objective: bool = False
     """The objective adds it to the model."""
@@ -58,7 +58,9 @@ class Weight:
     @property
     def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor that holds it."""
-        return (self.numel * self.itemsize,) if self.stored_as is None else adapters.STORED[self.stored_as](self.numel)
+        if self.stored_as is None:
+            return (self.numel * self.itemsize,)
+        return quantized_weights.TENSOR_BYTES_BY_FORMAT[self.stored_as](self.numel)
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,7 @@ def model_weights(request: Request) -> ModelWeights:
 
 @functools.lru_cache(maxsize=64)
 def _model_weights(key: TraceKey) -> ModelWeights:
-    question = key.text
+    question = key.portable_text
     if question is not None:
         try:
             return _of_json(disk_cache.read("weights", question))
@@ -150,9 +152,9 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     request, settings = key.request, key.request.settings
     model = build(request.model, request.config)
     if settings.lora.quantize:
-        adapters.quantize(model, settings)
+        quantized_weights.quantize(model, settings)
     if settings.lora.rank is not None:
-        adapters.attach(model, settings, fused=False)
+        lora_adapters.add_lora(model, settings, fused=False)
     head = model.get_output_embeddings()
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
@@ -163,7 +165,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
 
 
 def _weights(model: nn.Module, settings: Settings, own_parameters: str | None) -> tuple[Weight, ...]:
-    formats = adapters.quantized_formats(model)
+    formats = quantized_weights.quantized_formats(model)
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
     }

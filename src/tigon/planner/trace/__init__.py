@@ -9,5 +9,7 @@ layer_pattern.py        which layers repeat
 shared_rows.py          attention of processes that share rows
 cache/                  the traces and operators of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show
-adapters.py, liger.py   LoRA and 4-bit weights; Liger Kernel's allocations
+lora_adapters.py        LoRA with PEFT's modules
+quantized_weights.py    frozen 4-bit weights
+liger.py                Liger Kernel's allocations
 """

@@ -36,9 +36,18 @@ from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.collector import collector_off
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
-from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger, shared_rows, state_layers
+from tigon.planner.trace import (
+    attention,
+    cuda_autocast,
+    cuda_scratch,
+    liger,
+    lora_adapters,
+    quantized_weights,
+    shared_rows,
+    state_layers,
+)
 from tigon.planner.trace.attention_offload import TracedLayers
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.known_values import KnownValues
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
@@ -217,13 +226,13 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         config._attn_implementation = "eager"  # of a vision tower too
     model = build(request.model, config)
     if settings.lora.quantize:
-        watch = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
-        adapters.quantize(model, settings, watch, number_format(settings).compute_dtype)
+        on_dequantize = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
+        quantized_weights.quantize(model, settings, on_dequantize, number_format(settings).compute_dtype)
     fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
     if settings.lora.rank is not None:
-        adapters.attach(model, settings, fused=fused_lora)
+        lora_adapters.add_lora(model, settings, fused=fused_lora)
     if request.adapters_fused:
         _patch(model, request, layers, recorder, lora=fused_lora)
     state_layers.trace_libraries(model, recorder)

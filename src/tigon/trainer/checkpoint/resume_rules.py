@@ -1,8 +1,9 @@
-"""Resuming on another number of processes, or with FSDP2 instead of DDP: what has to stay, and how it is divided.
+"""Checks what a resumed run may change, and splits its batch and counters.
 
-An optimizer step keeps its samples: micro-batch size x accumulation x readers stays the same. `divided` finds the
-micro-batch and the accumulation for the present number of processes. PyTorch's distributed format divides weights and
-optimizer states (distributed_checkpoint.py).
+A run may resume on another number of processes, or with FSDP2 instead of DDP. An optimizer step keeps its samples:
+micro-batch size x accumulation x data-parallel size stays the same. `batch_overrides` finds the micro-batch size and
+the accumulation for the present number of processes. PyTorch's distributed format divides weights and optimizer states
+(distributed_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tigon.trainer.distributed import launch
 _ENGINE = ("gpus", "sequence", "sequence_method", "tensor", "fsdp", "replicas", "reshard", "offload")
 ENGINE_KEYS = tuple(f"sharding.{name}" for name in _ENGINE)
 BATCH_KEYS = ("train.batch_size", "train.gradient_accumulation")
-SAMPLES = "samples_per_step"  # in a checkpoint's metadata
-ALIKE = ("reward_stop",)  # counters that are equal in all processes
+SAMPLES_KEY = "samples_per_step"  # in a checkpoint's metadata
+EQUAL_COUNTERS = ("reward_stop",)  # counters that are equal in all processes
 
 
 def processes_now(recipe: Recipe) -> int:
@@ -30,14 +31,14 @@ def processes_now(recipe: Recipe) -> int:
     return launch.world_size() if launch.started_by_launcher() else recipe.sharding.gpus
 
 
-def readers(recipe: Recipe, processes: int) -> int:
-    """The processes, or groups of them that share rows or divide matrices, that read different samples."""
+def data_parallel_size(recipe: Recipe, processes: int) -> int:
+    """The number of processes, or of groups that share rows or divide matrices, that read different samples."""
     return max(1, processes // (recipe.sharding.sequence * recipe.sharding.tensor))
 
 
 def samples_per_step(recipe: Recipe, processes: int) -> int:
     """The samples of one optimizer step of all processes."""
-    return recipe.train.batch_size * recipe.train.gradient_accumulation * readers(recipe, processes)
+    return recipe.train.batch_size * recipe.train.gradient_accumulation * data_parallel_size(recipe, processes)
 
 
 def processes_before(checkpoints: Path, before: Recipe) -> int:
@@ -48,7 +49,7 @@ def processes_before(checkpoints: Path, before: Recipe) -> int:
 def samples_before(checkpoints: Path, before: Recipe) -> int:
     """The samples per step of the run so far, from its newest checkpoint, or from its recipe if there is none."""
     metadata = checkpoint.newest_metadata(checkpoints)
-    return int(metadata.get(SAMPLES, samples_per_step(before, processes_before(checkpoints, before))))
+    return int(metadata.get(SAMPLES_KEY, samples_per_step(before, processes_before(checkpoints, before))))
 
 
 def writes_distributed(recipe: Recipe) -> bool:
@@ -56,10 +57,10 @@ def writes_distributed(recipe: Recipe) -> bool:
     return OPTIMIZERS[recipe.train.optimizer].has_plain_states and (recipe.sharding.fsdp or recipe.train.save_async)
 
 
-def divided(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
+def batch_overrides(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
     """The overrides that give a resumed run the samples per step of the run so far; () if it has them already.
 
-    A recipe that names other samples per step of one process than the run so far is left alone.
+    Returns () if the new recipe changes the samples per process.
 
     Args:
         checkpoints: The run's folder of checkpoints.
@@ -74,13 +75,14 @@ def divided(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
         return ()
     if engine_problem(checkpoints, before, now):
         return ()  # the check of the run folder refuses it
-    parts = readers(now, processes)
+    parts = data_parallel_size(now, processes)
     if total % parts:
-        most = 64 // now.sharding.sequence
-        counts = ", ".join(str(n * now.sharding.sequence) for n in range(1, most + 1) if total % n == 0)
+        group = now.sharding.sequence * now.sharding.tensor
+        least = 2 if now.sharding.tensor > 1 else 1  # FSDP2 needs two groups that divide matrices
+        counts = ", ".join(str(n * group) for n in range(least, 64 // group + 1) if total % n == 0)
         raise RunFolderError(
             f"sharding.gpus: the run has {total} samples per step, which {processes} processes cannot share equally; "
-            f"resume with one of {counts}"
+            f"resume with {f'one of {counts}' if counts else 'sharding.tensor: 1'}"
         )
     share = total // parts
     batch = max(n for n in range(1, now.train.batch_size + 1) if share % n == 0)
@@ -89,47 +91,53 @@ def divided(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
 
 def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None:
     """Why this run cannot read the checkpoints of the run so far, with the next step; None if it can."""
-    was, written = before.sharding, processes_before(checkpoints, before)
-    if (was.zero, was.fsdp, written) == (now.sharding.zero, now.sharding.fsdp, processes_now(now)):
+    old_sharding, old_processes = before.sharding, processes_before(checkpoints, before)
+    old_engine, new_engine = ((each.zero, each.fsdp) for each in (old_sharding, now.sharding))
+    if (old_engine, old_processes) == (new_engine, processes_now(now)):
         return None
-    had = f"the run had sharding.zero: {was.zero}, sharding.fsdp: {was.fsdp} and {written} processes"
-    if was.zero or now.sharding.zero:
+    settings = f"sharding.zero: {old_sharding.zero}, sharding.fsdp: {old_sharding.fsdp}"
+    had = f"the run had {settings} and {old_processes} processes"
+    if old_sharding.zero or now.sharding.zero:
         export = f"`tigon export {checkpoint.newest_path(checkpoints)} FOLDER`"
         return (
-            f"{had}, and DeepSpeed reads only its own checkpoints, of the same stage and processes; resume with those, "
-            f"or write the weights with {export} and start a new run from them"
+            f"{had}, and DeepSpeed reads only its own checkpoints, of the same stage and processes; resume "
+            f"with those settings, or write the weights with {export} and start a new run from them"
         )
-    if (was.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
+    if (old_sharding.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
         return (
-            f"{had}, and the states of train.optimizer: {now.train.optimizer} are divided for those; resume with "
-            "those, or start a new run without --resume and with another output.name"
+            f"{had}, and the states of train.optimizer: {now.train.optimizer} are sharded for those settings; "
+            "resume with them, or start a new run without --resume and with another output.name"
         )
     return None
 
 
-def counted_before(folder: Path, rank: int, processes: int) -> dict[str, Any]:
+def load_counters(folder: Path, rank: int, processes: int) -> dict[str, Any]:
     """This process's counters in a checkpoint."""
     files = sorted(folder.glob("counted-*.json"), key=lambda path: int(path.stem.split("-")[1]))
     counted: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    return counted[rank] if len(files) == processes else redistributed(counted, rank)
+    return counted[rank] if len(files) == processes else redistribute_counters(counted, rank)
 
 
-def redistributed(counted: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+def redistribute_counters(counted: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     """The counters of another number of processes for the process `rank`, so that the next record is the same.
 
     The record averages the sums of losses over processes. It adds up an objective's own sums, so the first process gets
     their totals and the others get 0.
     """
-    own = {name: _added([each[name] for each in counted], rank) for name in counted[0] if name not in ALIKE}
+    own = {
+        name: _sum_on_first_rank([each[name] for each in counted], rank)
+        for name in counted[0]
+        if name not in EQUAL_COUNTERS
+    }
     mean = sum(float(each["gate"]["loss_sum"]) for each in counted) / len(counted)
-    alike = {name: counted[0][name] for name in ALIKE if name in counted[0]}
+    alike = {name: counted[0][name] for name in EQUAL_COUNTERS if name in counted[0]}
     return {**own, **alike, "gate": {**counted[0]["gate"], "loss_sum": mean}}
 
 
-def _added(parts: Sequence[Any], rank: int) -> Any:
+def _sum_on_first_rank(parts: Sequence[Any], rank: int) -> Any:
     """The elementwise sum of nested numbers for the first process, and 0 for the others."""
     if isinstance(parts[0], Mapping):
-        return {name: _added([part[name] for part in parts], rank) for name in parts[0]}
+        return {name: _sum_on_first_rank([part[name] for part in parts], rank) for name in parts[0]}
     if isinstance(parts[0], list):
-        return [_added(each, rank) for each in zip(*parts, strict=True)]
+        return [_sum_on_first_rank(each, rank) for each in zip(*parts, strict=True)]
     return 0.0 if rank else sum(parts)

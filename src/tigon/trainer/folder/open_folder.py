@@ -98,7 +98,7 @@ def _check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> Non
     if before["fingerprint"] != prepared.data["fingerprint"]:
         tokens = f"{before.get('tokens')} tokens then, {prepared.data['tokens']} now"
         refused.append(f"the data changed since the run began ({tokens})")
-    titles = {resume_rules.SAMPLES: "samples per step", "processes": "processes", "precision": "train.precision"}
+    titles = {resume_rules.SAMPLES_KEY: "samples per step", "processes": "processes", "precision": "train.precision"}
     refused += [
         f"{run.resume_point.path.name} was written with {title} {then.get(name)}, and this run has {now[name]}"
         for name, title in titles.items()

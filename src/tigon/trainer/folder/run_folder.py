@@ -286,7 +286,7 @@ def division(recipe: Recipe) -> tuple[str, ...]:
     path = newest(recipe.output)
     if path is None or path.is_symlink() or not (path / RECIPE).is_file():
         return ()
-    return resume_rules.divided(path / CHECKPOINTS, loads_saved(path / RECIPE), recipe)
+    return resume_rules.batch_overrides(path / CHECKPOINTS, loads_saved(path / RECIPE), recipe)
 
 
 def _checked(path: Path, recipe: Recipe) -> RunFolder:

@@ -30,7 +30,7 @@ LEAST_STEPS = 100
 
 
 def chosen(
-    recipe: Recipe, config: PreTrainedConfig, encoded: Sequence[Encoded], objective: Objective, n_readers: int
+    recipe: Recipe, config: PreTrainedConfig, encoded: Sequence[Encoded], objective: Objective, data_parallel_size: int
 ) -> tuple[Recipe, Packed, tuple[str, ...]]:
     """The recipe with true or false for null, its training samples, and a line if the choice is false.
 
@@ -42,7 +42,7 @@ def chosen(
         config: The model's config. A model that would mix the documents of a sample gets one document per sample.
         encoded: The documents to train on. Plain text is packed always, because it is one stream.
         objective: Makes the samples.
-        n_readers: The processes, or groups of them that share rows.
+        data_parallel_size: The number of processes, or of groups that share rows, that read different samples.
     """
     if recipe.data.packing is not None:
         return recipe, objective.rows(recipe.data).pack(encoded), ()
@@ -52,7 +52,7 @@ def chosen(
     if mixes is not None:
         return apart, objective.rows(apart.data).pack(encoded), (f"packing  off: {mixes}",)
     packed = objective.rows(packs.data).pack(encoded)
-    n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, n_readers))
+    n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, data_parallel_size))
     if recipe.train.epochs is None or n_steps >= LEAST_STEPS or Tokens.of(encoded).are_text.any():
         return packs, packed, ()
     padded = objective.rows(apart.data).pack(encoded)

@@ -137,7 +137,7 @@ def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
         "processes": launch.world_size(),
         "precision": prepared.settings.train.precision,
         "device": prepared.device.type,
-        resume_rules.SAMPLES: resume_rules.samples_per_step(prepared.recipe, launch.world_size()),
+        resume_rules.SAMPLES_KEY: resume_rules.samples_per_step(prepared.recipe, launch.world_size()),
         "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate", "tigon")},
     }
 

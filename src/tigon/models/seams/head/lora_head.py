@@ -1,7 +1,7 @@
 """The seam for an output head with a LoRA adapter: PEFT's layer computes the loss, as a plain head does.
 
 The adapter is a low-rank operand of `linear_cross_entropy`: its product is added to each chunk's logits. Neither all
-logits nor W + s·B A are formed. Where the op cannot compute the adapter (see `lora.py`), PEFT's layer computes the
+logits nor W + s·B A are formed. If the op cannot compute the adapter (see `lora.py`), PEFT's layer computes the
 logits, with one warning.
 """
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from tigon.models.seams.head.loss import deferred, requested_loss, warn_full_logits, whole
+from tigon.models.seams.head.loss import deferred, requested_loss, sees_full_weight, warn_full_logits
 from tigon.models.seams.lora import (
     LoraSeam,
-    after_dropout,
-    dropped,
+    adapted_from,
+    apply_adapter_dropout,
     is_plain_linear,
     plain_adapter,
     scaling_of,
@@ -37,7 +37,7 @@ class LoraHeadSeam(LoraSeam):
     flag: ClassVar[str] = "linear_cross_entropy"
 
     lora_linear: bool
-    """Whether logits that are computed come from `lora_linear` instead of PEFT's forward."""
+    """If True, `lora_linear` computes logits when they are read. Otherwise PEFT's forward does."""
 
     def objection(self, module: nn.Module) -> str | None:
         base: Any = getattr(module, "base_layer", None)
@@ -50,31 +50,31 @@ class LoraHeadSeam(LoraSeam):
         plain_forward: Callable[..., Tensor] = attributes.get("forward", base.forward)
 
         def forward(self: LoraLayer, x: Tensor, *args: object, **kwargs: object) -> Any:
-            call = None if args or kwargs else requested_loss(self)
-            if call is None or not call.fits(x):
+            loss_call = None if args or kwargs else requested_loss(self)
+            if loss_call is None or not loss_call.fits(x):
                 return plain_forward(self, x, *args, **kwargs)
             adapter = plain_adapter(self, x)
-            if adapter is None or not whole(self.base_layer):
+            if adapter is None or not sees_full_weight(self.base_layer):
                 warn_full_logits(self, "PEFT computes the head with its adapter")
                 return plain_forward(self, x)
-            head, entering = self.base_layer, dropped(self, x, adapter)
-            loss = call.answer(
+            head, adapter_x = self.base_layer, apply_adapter_dropout(self, x, adapter)
+            loss = loss_call.compute(
                 x,
                 head.weight,
                 head.bias,
                 lora_a=self.lora_A[adapter].weight,
                 lora_b=self.lora_B[adapter].weight,
                 scaling=scaling_of(self, adapter),
-                adapter_hidden=None if entering is None else entering.reshape(-1, entering.shape[-1]),
+                adapter_hidden=None if adapter_x is None else adapter_x.reshape(-1, adapter_x.shape[-1]),
             )
-            if entering is None:
-                return deferred(call, loss, self, plain_forward, x)
+            if adapter_x is None:
+                return deferred(loss_call, loss, self, plain_forward, x)
             # Logits that are read later must have the dropout of the loss.
-            logits = partial(_logits, adapter=adapter, entering=entering)
-            return deferred(call, loss, self, logits, x)
+            logits = partial(_logits, adapter=adapter, adapter_x=adapter_x)
+            return deferred(loss_call, loss, self, logits, x)
 
         return {**attributes, "forward": forward}
 
 
-def _logits(module: LoraLayer, x: Tensor, *, adapter: str, entering: Tensor) -> Tensor:
-    return after_dropout(module, x, adapter, module.base_layer.weight, entering)
+def _logits(module: LoraLayer, x: Tensor, *, adapter: str, adapter_x: Tensor) -> Tensor:
+    return adapted_from(module, x, adapter, module.base_layer.weight, adapter_x)

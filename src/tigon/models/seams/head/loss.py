@@ -142,7 +142,7 @@ class LossCall:
         """Whether each hidden state has a label. False if a model slices its logits after the head."""
         return hidden.shape[:-1].numel() == self.target.numel()
 
-    def answer(
+    def compute(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, memory_bytes: int | None = None, **adapter: Any
     ) -> Tensor:
         """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss.
@@ -295,7 +295,7 @@ class HeadSeam(Seam):
             call = requested_loss(self)
             if call is None:
                 return None
-            if not (whole(self) or is_divided(self, input, same_hidden)):
+            if not (sees_full_weight(self) or is_divided(self, input, same_hidden)):
                 warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
                 return None
             if not call.fits(input):
@@ -303,9 +303,9 @@ class HeadSeam(Seam):
             memory_bytes = vars(self).get("loss_memory_bytes")
             if is_dtensor(self.weight) and not is_dtensor(input):
                 weight, bias, part = own_rows(self)
-                loss = call.answer(input, weight, bias, memory_bytes, vocab_parallel=part)
+                loss = call.compute(input, weight, bias, memory_bytes, vocab_parallel=part)
             else:
-                loss = call.answer(input, self.weight, self.bias, memory_bytes)
+                loss = call.compute(input, self.weight, self.bias, memory_bytes)
             call.vocab_size = self.weight.shape[0]
             return deferred(call, loss, self, plain_forward, input)
 
@@ -342,7 +342,7 @@ def deferred(
     return DeferredLogits.carry(loss, source)
 
 
-def whole(head: nn.Linear) -> bool:
+def sees_full_weight(head: nn.Linear) -> bool:
     """Whether the head's forward sees its complete weight, not a tensor-parallel shard."""
     if head.weight.numel() == 0:
         raise PatchError(

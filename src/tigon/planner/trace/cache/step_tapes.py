@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.trace.cache import disk_cache
-from tigon.planner.trace.cache.key import TraceKey
+from tigon.planner.trace.cache.trace_key import TraceKey
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, recorded, trace
 from tigon.techniques.accumulation import accumulation
@@ -73,8 +73,8 @@ def _cached_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool = False, evalua
 def _stored_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool, evaluating: bool) -> Trace:
     """The trace from its file, or else traced and written to the file."""
     question = None
-    if key.text is not None:
-        question = json.dumps([key.text, dataclasses.asdict(gpu), accumulating, evaluating])
+    if key.portable_text is not None:
+        question = json.dumps([key.portable_text, dataclasses.asdict(gpu), accumulating, evaluating])
         tapes = disk_cache.read("trace", question)
         try:
             return Trace(*(Tape.of_json(tape) for tape in tapes))

@@ -1,4 +1,4 @@
-"""The key of a trace holds what the trace depends on. Requests with equal keys share a trace."""
+"""The request's part of a cache key."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tigon.models.hybrid_layers import found_libraries
 from tigon.planner.request import Request
 from tigon.techniques.keys.settings import KEYS
 
-_TRACED = tuple(key for key, declared in KEYS.items() if declared["traced"])
+_TRACED_OPTIONS = tuple(key for key, declared in KEYS.items() if declared["traced"])
 # Python's default text of an object holds its address, which another process does not know.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class TraceKey:
-    """The key of a trace: the parts of a request that its trace depends on. Requests with equal keys share a trace.
+    """Equal for two requests whose traces depend on equal values.
 
-    checkpointing: replaces that of the request, for what does not depend on it.
+    checkpointing: used instead of the request's value for results that do not depend on it.
     """
 
     def __init__(self, request: Request, *, checkpointing: str | None = None) -> None:
         self.request = request
         changed = {} if checkpointing is None else {"train.checkpointing": checkpointing}
         chosen = request.settings.having(changed)
-        settings = tuple(chosen.value(key) for key in _TRACED)
+        settings = tuple(chosen.value(key) for key in _TRACED_OPTIONS)
         shape = (request.batch, request.seq, request.masked, request.adapters_fused, request.objective)
         config = request.config.to_json_string(use_diff=False)
         self._parts: Hashable = (request.model, config, shape, settings, found_libraries())
@@ -36,10 +36,11 @@ class TraceKey:
         return isinstance(other, TraceKey) and self._parts == other._parts
 
     @property
-    def text(self) -> str | None:
+    def portable_text(self) -> str | None:
         """The key as text that is the same in every process.
 
-        None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
+        None if the text would hold an object's address, or if the model's or the objective's code is neither tigon's
+        nor transformers', whose versions are known.
         """
         request, text = self.request, repr(self._parts)
         kinds = (type(request.objective).__module__, type(request.config).__module__)

@@ -1,19 +1,17 @@
 """The cache of keys and values of all prompts and completions: one pool of tokens per layer, without copies.
 
-Each prompt has a range of places in the pool, which the completions of its group share, and each row has a range for
+Each prompt has a range of slots in the pool, which the completions of its group share, and each row has a range for
 its own tokens. A pass over prompts writes their keys and values and attends among the prompts' tokens; a decoding step
 writes one token per row, and gives attention the whole pool.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# B prompts, T tokens, k key heads, N places, S rows, D head width.
+# B prompts, T tokens, M = B·T, k KV heads, N slots, S rows, D head width.
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -24,20 +22,20 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.pool = pool
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        def room(states: Tensor) -> Tensor:
-            return states.new_empty((1, states.shape[1], self.pool.n_places, states.shape[3]))
+        def allocate(states: Tensor) -> Tensor:
+            return states.new_empty((1, states.shape[1], self.pool.n_slots, states.shape[3]))
 
-        self.keys, self.values = room(key_states), room(value_states)
+        self.keys, self.values = allocate(key_states), allocate(value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        source, places = self.pool.source, self.pool.places
+        indices, slots = self.pool.prompt_token_indices, self.pool.slots
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
             new_kMD = new.transpose(0, 1).flatten(1, 2)
-            stored[0].index_copy_(1, places, new_kMD if source is None else new_kMD[:, source])
-        return (self.keys, self.values) if source is None else (key_states, value_states)
+            stored[0].index_copy_(1, slots, new_kMD if indices is None else new_kMD[:, indices])
+        return (self.keys, self.values) if indices is None else (key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -47,7 +45,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return 0
 
     def get_max_length(self) -> int:
-        return self.pool.n_places
+        return self.pool.n_slots
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.14
 
@@ -55,23 +53,25 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 class KVPool(Cache):  # type: ignore[misc]
     """The pools of a model's layers, and where the next pass writes."""
 
-    def __init__(self, n_layers: int, n_places: int) -> None:
-        self.n_places = n_places
-        self.source: Tensor | None = None
-        """For a pass over prompts: the tokens of the batch (B T,) that are no padding. None: a decoding step."""
-        self.places: Tensor = torch.empty(0, dtype=torch.long)
-        """The place of each token."""
+    def __init__(self, n_layers: int, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self.prompt_token_indices: Tensor | None = None
+        """For a pass over prompts: the indices of the non-padding tokens, below M. None: a decoding step."""
+        self.slots: Tensor = torch.empty(0, dtype=torch.long)
+        """The slot of each token."""
         super().__init__(layers=[PoolLayer(self) for _ in range(n_layers)])
 
-    def for_prompts(self, source: Tensor, places: Tensor) -> Any:
-        self.source, self.places = source, places
+    def for_prompts(self, prompt_token_indices: Tensor, slots: Tensor) -> KVPool:
+        """Let the next pass write these tokens of a batch of prompts into these slots. Returns the pool itself."""
+        self.prompt_token_indices, self.slots = prompt_token_indices, slots
+        return self
+
+    def for_decoding_step(self, slots_S: Tensor) -> KVPool:
+        """Let the next pass write one token per row into these slots. Returns the pool itself."""
+        self.prompt_token_indices, self.slots = None, slots_S
         return self
 
     def free(self) -> None:
         """Free the keys and values. The layers and the pool refer to each other, so Python would do so later."""
         for layer in self.layers:
             layer.keys = layer.values = None
-
-    def for_rows(self, places_S: Tensor) -> Any:
-        self.source, self.places = None, places_S
-        return self

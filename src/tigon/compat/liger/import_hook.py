@@ -22,7 +22,7 @@ from tigon.compat.liger.errors import NotInTigon, missing
 from tigon.compat.liger.offered import OFFERED, VERSION, resolve
 from tigon.errors import UsageError
 
-ROOT = "liger_kernel"
+PACKAGE = "liger_kernel"
 _INSTALLED_VERSION = f"{VERSION}+tigon"
 
 
@@ -46,7 +46,7 @@ class _Finder(DistributionFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.split(".")[0] != ROOT:
+        if fullname.split(".")[0] != PACKAGE:
             return None
         if fullname not in OFFERED:
             # Also reached by `from liger_kernel.x import Name`, because Python looks for a submodule of that name. If
@@ -69,7 +69,7 @@ class _Finder(DistributionFinder, Loader):
             return value
 
         module.__file__ = __file__
-        module.__doc__ = f"{name}, answered by tigon.compat.liger."
+        module.__doc__ = f"{name}, implemented by tigon.compat.liger."
         vars(module).update(__getattr__=__getattr__, __all__=list(names), __version__=_INSTALLED_VERSION)
         vars(module)["__dir__"] = lambda: sorted({*vars(module), *names})
 
@@ -92,14 +92,14 @@ def install() -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    real = sys.modules.get(ROOT)
+    real = sys.modules.get(PACKAGE)
     if real is not None:
         raise UsageError(
             f"liger_kernel is imported already, from {getattr(real, '__file__', None)}. Call "
             "tigon.compat.liger.install() before the code that imports it; nothing was changed."
         )
     sys.meta_path.insert(0, _FINDER)
-    _forget_availability()
+    _clear_availability_cache()
 
 
 def uninstall() -> None:
@@ -114,10 +114,10 @@ def uninstall() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(getattr(module, "__spec__", None), "loader", None) is _FINDER:
             del sys.modules[name]
-    _forget_availability()
+    _clear_availability_cache()
 
 
-def _forget_availability() -> None:
+def _clear_availability_cache() -> None:
     """Clear the cached result of transformers' `is_liger_kernel_available`."""
     importlib.invalidate_caches()
     checks = sys.modules.get("transformers.utils.import_utils")
