@@ -1,4 +1,4 @@
-"""Measure how much each export changes what a model computes, by reading it back with the program that will use it.
+"""Measure how much each export changes what a model computes, by reading it back with transformers or PEFT.
 
     python -m benchmarks exports --json RECORD                     # small models of each family; minutes on a CPU
     python -m benchmarks exports --json RECORD --model RUN         # a real model: a run that trained adapters

@@ -130,6 +130,13 @@ def test_what_the_generator_does_not_know_is_refused(options: dict[str, Any], re
         decode_in_graphs(build("GRPO", **options))
 
 
+def test_options_of_the_models_own_config_are_refused_too() -> None:
+    trainer = build("GRPO")
+    trainer.model.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(UsageError, match="sets no_repeat_ngram_size"):
+        decode_in_graphs(trainer)
+
+
 def test_other_inputs_are_left_to_transformers_with_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     trainer = build("GRPO")
     decode_in_graphs(trainer)

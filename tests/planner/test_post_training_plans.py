@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planner_helpers import BARE, H200, config_of, peak_bytes, request_of, small_gpu
+from transformers import AutoConfig
 
 from tigon.errors import UsageError
 from tigon.models.kv_cache import cache_argument, kv_widths
@@ -23,6 +24,8 @@ from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, build, refusals
 from tigon.planner.search import space
 from tigon.planner.search.space import SearchProblem
+from tigon.planner.simulate.generation import generate
+from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
@@ -31,6 +34,11 @@ from tigon.techniques.keys.settings import Settings
 
 ALL = ("dpo", "kto", "orpo", "grpo", "distill", "reward")
 COMPLETION = 32
+GEMMA_4 = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 64, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64, "sliding_window": 32,
+}  # fmt: skip
 
 
 def planned(objective: str, **keys: Any) -> PlannedObjective:
@@ -281,6 +289,20 @@ def test_generator_holds_the_prompt_of_a_group_once():
     assert peaks["auto"] == peaks["tigon"]
     assert peaks["transformers"] - peaks["tigon"] > 0.8 * (64 - 8) * 2048 * per_token
     assert peaks["tigon"] > 8 * 2048 * per_token
+
+
+def test_pool_of_the_generator_counts_the_widths_of_each_layer():
+    """Global layers of Gemma 4 have keys and values of another width than the first layer."""
+    config = AutoConfig.for_model("gemma4_text", **GEMMA_4)
+    more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 2048, "batch": 8}
+    request = asked("grpo", keys={"completion_length": 16, "generator": "tigon"}, accumulate=8, **more)
+    request = dataclasses.replace(request, model="gemma4", config=config)
+    ledger = Ledger()
+    generate(ledger, request, model_weights(request))
+    widths = [sum(each) for each in kv_widths(config, 1)]
+    tokens = 32 * 2032 + 64 * 16  # generations: 2
+    assert widths[-1] > widths[0]
+    assert ledger.peaks["forward"]["activations"] == pytest.approx(2 * tokens * sum(widths), rel=0.02)
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

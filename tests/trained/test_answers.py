@@ -105,6 +105,23 @@ def test_options_that_change_nothing_are_no_objection() -> None:
         num_beams=1, repetition_penalty=1.0, output_attentions=False, max_length=99, use_cache=True
     )
     assert objection(config) is None
+    assert objection(GenerationConfig(cache_implementation="hybrid")) is None
+    assert "cache_implementation" in str(objection(GenerationConfig(cache_implementation="quantized")))
+
+
+def test_a_token_id_of_0_is_an_option() -> None:
+    from transformers import GenerationConfig
+
+    assert "forced_eos_token_id" in str(objection(GenerationConfig(forced_eos_token_id=0)))
+    assert objection(GenerationConfig(pad_token_id=0, eos_token_id=0)) is None
+
+
+def test_options_that_a_call_leaves_out_are_those_of_the_models_own_config() -> None:
+    from transformers import GenerationConfig
+
+    own = GenerationConfig(suppress_tokens=[5], repetition_penalty=1.2, top_k=3)
+    assert objection(GenerationConfig(), own) == "the generation config sets repetition_penalty, suppress_tokens"
+    assert objection(GenerationConfig(repetition_penalty=1.0, suppress_tokens=[]), own) is None
 
 
 def test_an_unknown_generator_is_one_line(tigon: Any, checkpoint: Any) -> None:

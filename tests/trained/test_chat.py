@@ -66,7 +66,7 @@ def test_adapters_change_the_answer_as_in_peft(checkpoint, adapter):
     assert answer == adapted != plain
 
 
-def test_heads_give_the_same_text_as_the_model_alone(run, checkpoint, capsys):
+def test_heads_give_the_same_text_as_the_model_alone(run, checkpoint, capsys, tigon):
     loaded = load(find(str(checkpoint)), device=CPU)
     spec = medusa.HeadsSpec(count=2)
     heads = medusa.attach(loaded.model, spec, medusa.Objective(stage=2))
@@ -81,6 +81,9 @@ def test_heads_give_the_same_text_as_the_model_alone(run, checkpoint, capsys):
     assert answer in capsys.readouterr().out
     with pytest.raises(OptionError, match="--no-heads"):
         Conversation(with_heads.loaded, max_tokens=8, temperature=0.5)
+    for generator in ("tigon", "transformers"):
+        done = tigon("chat", run, "--prompt", "hello", "--generator", generator)
+        assert done.error_line().endswith("heads decode several tokens at once; use --no-heads.")
 
 
 def test_without_a_template_the_text_is_continued(checkpoint):

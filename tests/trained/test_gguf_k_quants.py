@@ -49,7 +49,7 @@ def test_rounding_loses_less_than_ggufs_own_types_of_as_many_bits(shift: float) 
     assert error(values, "Q8_0") < error(values, "Q6_K") < error(values, "Q5_0")
 
 
-def test_a_block_is_rounded_within_half_a_step_of_its_range() -> None:
+def test_a_block_is_rounded_within_a_step_and_a_fifth_of_its_range() -> None:
     values = np.random.default_rng(0).uniform(-1, 1, (8, 256)).astype(np.float32)
     blocks, found = values.reshape(-1, 32), read(gguf_k_quants.quantize(values, "Q4_K"), "Q4_K").reshape(-1, 32)
     step = (blocks.max(-1) - blocks.min(-1)) / 15

@@ -183,9 +183,11 @@ def test_other_errors_leave_no_folder(recipe, tigon, here, monkeypatch):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(watch.PhaseHooks, "begin_optimizer", fails)
-    with pytest.raises(RuntimeError, match="a bug"):
-        tigon("profile", recipe(), "--out", "p")
-    assert {name for name in tree(here) if not name.startswith("cache")} == {"text.txt", "recipe.yaml"}
+    (here / "mine").mkdir()
+    for out in ("p", "mine", "a/b"):
+        with pytest.raises(RuntimeError, match="a bug"):
+            tigon("profile", recipe(), "--out", out)
+    assert {name for name in tree(here) if not name.startswith("cache")} == {"text.txt", "recipe.yaml", "mine"}
     assert torch._C._len_torch_dispatch_stack() == 0
 
 

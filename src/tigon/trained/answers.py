@@ -29,7 +29,7 @@ class Answers:
         generator: auto: tigon's generator on a GPU if it knows the model and its generation config.
 
     Raises:
-        OptionError: generator has another value, or is tigon, which cannot write this model's answers.
+        OptionError: generator has another value, or cannot write this model's answers.
     """
 
     def __init__(self, loaded: Loaded, temperature: float, generator: str = "auto") -> None:
@@ -40,6 +40,11 @@ class Answers:
         self.note: str | None = None
         """A line on why transformers writes where tigon's generator would; None if there is nothing to say."""
         self.by_generator = False
+        if generator != "auto" and loaded.has_heads:
+            raise OptionError(
+                f"--generator {generator} cannot write the answers: heads decode several tokens at once; "
+                "use --no-heads."
+            )
         if generator == "transformers" or (generator == "auto" and (loaded.has_heads or not _on_gpu(loaded.model))):
             return
         reason = self._obstacle()
@@ -73,8 +78,6 @@ class Answers:
         """Why tigon's generator cannot write the answers, in one clause."""
         from tigon.models.decoding.self_check import refusal  # loads transformers
 
-        if self.loaded.has_heads:
-            return "heads decode several tokens at once (--no-heads leaves them out)"
         return objection(self.loaded.model.generation_config) or refusal(self.loaded.model)
 
     def _generator(self, prompt: list[int], new_tokens: int, streamer: TextStreamer) -> list[int]:

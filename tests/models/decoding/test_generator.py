@@ -13,7 +13,7 @@ import torch
 
 from tigon.models.decoding import generator
 from tigon.models.decoding.generator import generate
-from tigon.models.decoding.kv_pool import PoolLayer
+from tigon.models.decoding.kv_pool import KVPool, PoolLayer
 from tigon.models.decoding.rows import Limits, tiles_of
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.decoding.self_check import refusal
@@ -140,6 +140,20 @@ def test_completions_with_adapters_equal_those_of_transformers() -> None:
             torch.nn.init.normal_(weight, std=0.3)
     adapted = generate(model, prompts(), Limits(new_tokens=8, ends=ENDS), GREEDY).tokens
     assert adapted == by_transformers(model, prompts(), 8) != plain
+
+
+def test_the_pool_holds_keys_and_values_in_16_bits_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes: set[torch.dtype] = set()
+    free = KVPool.free
+
+    def noted(pool: KVPool) -> None:
+        dtypes.update(states.dtype for layer in pool.layers for states in (layer.keys, layer.values))
+        free(pool)
+
+    monkeypatch.setattr(KVPool, "free", noted)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model_of("qwen3"), prompts(), Limits(new_tokens=2), GREEDY)
+    assert dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mistral", "adapters in fp32"])

@@ -147,4 +147,4 @@ def _objection(trainer: Trainer) -> str | None:
         return "weights that are divided among processes are gathered by transformers' generate alone"
     if getattr(trainer, "_is_vlm", False):
         return "the model reads images too"
-    return objection(config)
+    return objection(config, trainer.model.generation_config)

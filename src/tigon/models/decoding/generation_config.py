@@ -40,18 +40,29 @@ _NEUTRAL = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
+    "cache_implementation": "hybrid",  # of older checkpoints; transformers ignores it
 }
-"""The values with which these options change nothing. Others change nothing as None, False or 0."""
+"""The values with which these options change nothing. Others change nothing as None, False or 0, except token ids."""
 
 
-def objection(config: GenerationConfig) -> str | None:
-    """The options that the generator does not know, in one clause; None if it knows all of them."""
-    others = sorted(
-        name
-        for name, value in config.to_diff_dict().items()
-        if value and name not in _TAKEN and not name.startswith("_") and value != _NEUTRAL.get(name)
-    )
+def objection(config: GenerationConfig, model_config: GenerationConfig | None = None) -> str | None:
+    """The options that the generator does not know, in one clause; None if it knows all of them.
+
+    model_config: The model's own config, from which transformers' `generate` takes the options that `config` leaves
+    out.
+    """
+    given = {} if model_config is None else model_config.to_diff_dict()
+    given |= {name: value for name, value in config.to_dict().items() if value is not None}
+    others = sorted(name for name, value in given.items() if _is_unknown(name, value))
     return f"the generation config sets {', '.join(others)}" if others else None
+
+
+def _is_unknown(name: str, value: object) -> bool:
+    if name in _TAKEN or name.startswith("_"):
+        return False
+    if name.endswith("_token_id"):
+        return value is not None
+    return bool(value) and value != _NEUTRAL.get(name)
 
 
 def settings_of(config: GenerationConfig) -> tuple[Limits, Sampling]:

@@ -23,7 +23,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def allocate(states: Tensor) -> Tensor:
-            return states.new_empty((1, states.shape[1], self.pool.n_slots, states.shape[3]))
+            # Under autocast a norm over fp32 weights gives fp32 keys beside 16-bit values.
+            shape = (1, states.shape[1], self.pool.n_slots, states.shape[3])
+            return states.new_empty(shape, dtype=value_states.dtype)
 
         self.keys, self.values = allocate(key_states), allocate(value_states)
         self.is_initialized = True
@@ -33,7 +35,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
             self.lazy_initialization(key_states, value_states)
         indices, slots = self.pool.prompt_token_indices, self.pool.slots
         for stored, new in ((self.keys, key_states), (self.values, value_states)):
-            new_kMD = new.transpose(0, 1).flatten(1, 2)
+            new_kMD = new.transpose(0, 1).flatten(1, 2).to(stored.dtype)
             stored[0].index_copy_(1, slots, new_kMD if indices is None else new_kMD[:, indices])
         return (self.keys, self.values) if indices is None else (key_states, value_states)
 

@@ -30,13 +30,11 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
     itemsize = number_format(request.settings).compute_dtype.itemsize
     if uses_generator:  # its pool keeps all tokens of a layer with a window too
-        (widths, *_) = kv_widths(request.config, 1)
         prompts = -(-samples // generation.per_prompt)
         room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
         samples = room.rows
         tokens = room.prompt_tokens + samples * generation.new_tokens
-        n_layers = request.config.get_text_config().num_hidden_layers
-        cache = [tokens * width * itemsize for width in widths] * n_layers
+        cache = [tokens * width * itemsize for widths in kv_widths(request.config, 1) for width in widths]
     else:
         tokens = generation.prompt_tokens + generation.new_tokens
         cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]

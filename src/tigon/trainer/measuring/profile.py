@@ -126,11 +126,11 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
 
 @contextlib.contextmanager
 def _folder(out: Path | None, recipe: Recipe) -> Iterator[Path]:
-    """Create the folder of the profile for the block. If the block fails, nothing is kept."""
+    """Create the folder of the profile for the block. If the block fails, only an existing folder stays, empty."""
     target = out if out is not None else _free(Path(recipe.output.folder), f"{recipe.output.name}-profile")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise RunFolderError(f"{target} exists and is not an empty folder; name an empty or a new folder with --out")
-    new = [parent for parent in target.parents if not parent.exists()]
+    new = [path for path in (target, *target.parents) if not path.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / PAGE).touch(exist_ok=False)  # so that another profile does not take the folder for an empty one
@@ -139,10 +139,14 @@ def _folder(out: Path | None, recipe: Recipe) -> Iterator[Path]:
     try:
         yield target
     except BaseException as error:
-        shutil.rmtree(target, ignore_errors=True)
-        for parent in new:
+        for path in target.iterdir() if target.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for folder in new:
             with contextlib.suppress(OSError):  # another program has written there
-                parent.rmdir()
+                folder.rmdir()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise RunFolderError(
                 f"{target}: the disk is full; free some space, or name another folder with --out"
