@@ -54,7 +54,7 @@ from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import TECHNIQUES, model_kernels, tiling
 from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, layer_function
-from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers, layer_states
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4, trained_dtype
 from tigon.techniques.precision import number_format
@@ -466,16 +466,15 @@ class _Run:
         if kind == "none":
             return
         contexts = functools.partial(self._contexts, selective=kind == "selective")
-        if layer_checkpointing.is_by_layer(kind):
+        if states := layer_states(kind, len(decoder_layers(self.model))):
             recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
-            states = layer_checkpointing.states_of(kind, len(decoder_layers(self.model)))
             layer_checkpointing.apply(self.model, states, recompute)
             return
         if kind == checkpointing.KEPT_ON_HOST:
             layer_function.enable(self.model)
             layer_function.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
-        layer_function.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+        layer_function.enable(self.model, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""
