@@ -192,7 +192,7 @@ def test_layers_that_pytorch_runs_slowly_are_noted_with_the_command_that_mends_i
     file.write_text(json.dumps({"model_type": "mamba2", "num_hidden_layers": 2}))
     (finding,) = diagnosis.check_model(str(file)).findings
     assert (finding.id, finding.level) == ("slow-layers", "warning" if torch.cuda.is_available() else "note")
-    assert finding.what == "Mamba 2 scan (2 layers) run in PyTorch, which is slow"
+    assert finding.what == "PyTorch runs Mamba 2 scan (2 layers), which is slow"
     assert finding.fix == "pip install mamba-ssm --no-build-isolation"
 
 

@@ -74,7 +74,7 @@ def test_without_libraries_pytorch_runs_all_and_one_line_says_what_to_install() 
     assert install_command(paths) == command
     said = slow_layers(paths)
     assert said is not None and "\n" not in said
-    assert f"{DELTA} (1 layer) and {CONV} (1 layer) run in PyTorch" in said and command in said
+    assert f"PyTorch runs {DELTA} (1 layer) and {CONV} (1 layer)" in said and command in said
 
 
 @pytest.mark.skipif(

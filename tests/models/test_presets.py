@@ -63,3 +63,11 @@ def test_a_preset_stands_for_the_instruction_tuned_checkpoint():
     assert checkpoint_of("llama-3.2-1b") == "meta-llama/Llama-3.2-1B-Instruct"
     assert checkpoint_of("qwen3.5-27b") == "Qwen/Qwen3.5-27B"
     assert HUB_SHAPES.keys().isdisjoint(MULTIMODAL_SHAPES) and PRESETS.keys().isdisjoint(MULTIMODAL_SHAPES)
+
+
+def test_a_folder_named_as_a_model_of_the_hub_is_not_taken_for_its_shape(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "unsloth/Llama-3.2-1B"
+    assert carried(name) == "llama-3.2-1b"
+    (tmp_path / name).mkdir(parents=True)
+    assert carried(name) is None

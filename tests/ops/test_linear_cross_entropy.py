@@ -322,12 +322,12 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("tokens", "hidden", "vocab", "per_row", "weight", "mode", "most_bytes"),
     [
-        (8192, 4096, 128256, False, True, "keep", 2.0 * GIB),  # 1.96 GiB of logits; the accumulator alone is 1.96
+        (8192, 4096, 128256, False, True, "keep_grad", 2.0 * GIB),  # 1.96 GiB of logits; the accumulator alone is 1.96
         (32768, 2048, 128256, False, True, "stream", 1.0 * GIB),  # as much as the accumulator
         (65536, 4096, 128256, False, True, "stream", 1.0 * GIB),
         (32768, 2048, 128256, True, True, "recompute", 1.0 * GIB),
         (4096, 2048, 128256, False, False, "stream", 0.5 * GIB),  # a frozen head needs no accumulator
-        (64, 2048, 128256, False, True, "keep", 0.5 * GIB),
+        (64, 2048, 128256, False, True, "keep_grad", 0.5 * GIB),
     ],
 )
 def test_plan_chooses_the_mode_that_holds_the_least(
@@ -341,7 +341,7 @@ def test_plan_chooses_the_mode_that_holds_the_least(
     )  # fmt: skip
     assert plan.mode == mode
     assert plan.chunk * vocab * 2 <= most_bytes
-    if mode != "keep":
+    if mode != "keep_grad":
         assert plan.chunk % 128 == 0, "a ragged tile in every product"
 
 

@@ -15,11 +15,11 @@ from second_proofs import proved_by
 from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, linear_logprobs, logprobs
 from tigon.ops import products as matrix_products
-from tigon.ops.head import blocks, loop
+from tigon.ops.head import block_loop, blocks
 from tigon.ops.head import logprobs as op_module
 from tigon.ops.head import plan as sizes
+from tigon.ops.head.block_loop import BlockPlan
 from tigon.ops.head.logprobs import linear_logprobs_oracle
-from tigon.ops.head.loop import BlockPlan
 from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_blocks, plan_kept
 from tigon.ops.losses.logprobs import logprobs_oracle
 
@@ -386,7 +386,7 @@ class Products:
     def __init__(self, monkeypatch: Any) -> None:
         self.rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        add_block, product_into = blocks.add_block, loop.product_into
+        add_block, product_into = blocks.add_block, block_loop.product_into
         logits_into = matrix_products.logits_into
 
         def added(block: Any, *args: Any) -> None:
@@ -402,7 +402,7 @@ class Products:
             logits_into(x, weight, bias, out)
 
         monkeypatch.setattr(blocks, "add_block", added)
-        monkeypatch.setattr(loop, "product_into", product)
+        monkeypatch.setattr(block_loop, "product_into", product)
         monkeypatch.setattr(matrix_products, "logits_into", logits)
 
 
@@ -647,7 +647,7 @@ def test_products_get_whole_lines_of_an_odd_vocabulary(products: Products) -> No
     linear_logprobs(hidden, weight, ids, chunk_bytes=BLOCKS).sum().backward()
     blocks_of_logits = [product[0] * product[2] for product in products.products if product[1] == H]
     assert sum(blocks_of_logits) == 2 * N * V and max(blocks_of_logits) * 4 <= BLOCKS
-    assert matrix_products.product_into is not loop.product_into
+    assert matrix_products.product_into is not block_loop.product_into
 
 
 @pytest.mark.parametrize("of_logits", [False, True], ids=["linear", "logits"])

@@ -576,7 +576,7 @@ def test_plan_says_which_code_runs_layers_with_a_state_instead_of_attention(monk
     assert "With what is installed here, short convolution (1 layer): tigon." in notes
     request = dataclasses.replace(fused, settings=Settings.of({"train.precision": "fp32", "model.kernels": "none"}))
     (note,) = [note for note in estimate(request, gpu=H200, evaluation=False).notes if "convolution" in note]
-    assert note.startswith("With what is installed here, short convolution (1 layer) run in PyTorch")
+    assert note.startswith("With what is installed here, PyTorch runs short convolution (1 layer)")
     assert "`pip install causal-conv1d --no-build-isolation`" in note
     monkeypatch.setattr("tigon.models.hybrid_layers._installed", lambda kind: kind.library)
     notes = estimate(request, gpu=H200, evaluation=False).notes

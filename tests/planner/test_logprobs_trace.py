@@ -10,7 +10,7 @@ from planner_helpers import H200
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tigon.ops import linear_logprobs
-from tigon.ops.head.loop import BlockPlan
+from tigon.ops.head.block_loop import BlockPlan
 from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept
 from tigon.planner.trace.cuda_scratch import planned_for_cuda, scratch_bytes
 from tigon.planner.trace.dispatch_recorder import TraceRecorder

@@ -171,7 +171,7 @@ def test_signal_during_the_exchange_between_processes_is_kept(monkeypatch):
             os.kill(os.getpid(), came.pop())
 
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    with signals.StopRequest(speaks=False) as stop:
+    with signals.StopRequest(confirms=False) as stop:
         stop.listen()
         assert [stop.signal_in_any_process() for _ in range(3)] == [0, signal.SIGTERM, signal.SIGTERM]
 
@@ -182,7 +182,7 @@ def test_second_signal_ends_the_process_at_once(first):
     """At once, also where no Python runs: a handler in Python would wait for the call to return."""
 
     def wait(_: int) -> None:
-        with signals.StopRequest(speaks=False) as stop:
+        with signals.StopRequest(confirms=False) as stop:
             stop.listen()
             os.kill(os.getpid(), first)
             assert stop.number == first

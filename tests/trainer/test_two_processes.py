@@ -373,13 +373,13 @@ def test_processes_whose_launcher_is_killed_agree_to_stop_and_end(tmp_path, monk
     look_s = (0.05, 1)
 
     def act(rank: int) -> None:
-        with signals.StopRequest(speaks=False) as stop:
+        with signals.StopRequest(confirms=False) as stop:
             joined_rank(monkeypatch, stop, shutdown_s=60, look_s=look_s[rank])
             (tmp_path / f"ready-{rank}").touch()
             while not stop.signal_in_any_process():
                 time.sleep(0.02)
             assert [launch.all_gather_ints(rank), launch.all_gather_ints(7)] == [[0, 1], [7, 7]]
-        launch.shutdown_distributed(together=True)
+        launch.shutdown_distributed(on_every_rank=True)
         time.sleep(look_s[1] + 0.5)
         sys.exit(signals.EXIT_OFFSET + stop.number)
 
@@ -394,7 +394,7 @@ def test_process_that_waits_in_vain_for_another_ends_after_its_launcher(tmp_path
     it says."""
 
     def act(rank: int) -> None:
-        with signals.StopRequest(speaks=False) as stop:
+        with signals.StopRequest(confirms=False) as stop:
             joined_rank(monkeypatch, stop, shutdown_s=1)
             if rank == 1:
                 fill_stderr()
@@ -449,7 +449,7 @@ def test_process_that_starts_after_the_death_of_its_launcher_ends(tmp_path):
 def test_signal_before_training_ends_a_process_that_waits_in_vain_for_another(number, tmp_path, monkeypatch):
     """Rank 0 waits in a collective while it builds, and nothing can be raised there. Rank 1 is slow to
     close its files, and rank 0 may not end it by force."""
-    monkeypatch.setattr(signals, "NOTING_S", 0.2)
+    monkeypatch.setattr(signals, "HANDLER_GRACE_S", 0.2)
 
     def act(rank: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -470,7 +470,7 @@ def test_signal_before_training_ends_a_process_that_waits_in_vain_for_another(nu
             try:
                 os.kill(os.getpid(), number)
             finally:
-                time.sleep(3 * signals.NOTING_S)
+                time.sleep(3 * signals.HANDLER_GRACE_S)
 
     said = tmp_path / "said"
     statuses = in_forks(act, 2, said=said)

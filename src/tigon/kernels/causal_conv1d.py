@@ -139,7 +139,8 @@ def causal_conv1d_fwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    cols, there, _, batch, first = place_of(D, chunks, CHUNK, BLOCK)
+    # `_at` and not `_`, which the loop assigns tensors to: the compiler refuses a variable that changes its type.
+    cols, there, _at, batch, first = place_of(D, chunks, CHUNK, BLOCK)
     X += batch * stride_b
     Y += batch * T * D
     if HAS_SEQ:

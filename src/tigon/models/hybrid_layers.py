@@ -198,7 +198,7 @@ def slow_layers(paths: Iterable[LayerPath]) -> str | None:
     if not slow:
         return None
     names = " and ".join(path.described for path in slow)
-    return f"{names} run in PyTorch, which is slow; `{install_command(slow)}` installs their kernels"
+    return f"PyTorch runs {names}, which is slow; `{install_command(slow)}` installs their kernels"
 
 
 def arch_here() -> tuple[int, int]:

@@ -30,7 +30,7 @@ from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.optimizers.table import OPTIMIZERS
-from tigon.techniques.precision import FORMATS
+from tigon.techniques.precision import NUMBER_FORMATS
 
 # Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
 _OPTIMIZER_CLASSES: Mapping[str, str] = {
@@ -225,8 +225,8 @@ def _beside() -> Beside:
 
 def _precision(model: PreTrainedModel, precision: str | None) -> str:
     if precision is not None:
-        if precision not in FORMATS:
-            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(FORMATS)}.")
+        if precision not in NUMBER_FORMATS:
+            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(NUMBER_FORMATS)}.")
         return precision
     if fp8_options(model) is not None:
         return "fp8"

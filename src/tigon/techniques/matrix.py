@@ -35,7 +35,8 @@ def check(settings: Settings, *, device: str) -> None:
     for technique in TECHNIQUES.values():
         if not technique.used_by(settings):
             continue
-        keys = ", ".join(f"{key}: {yaml_word(value)}" for key, value in technique.recipe.items())
+        chosen = {condition.key for condition in technique.chosen}
+        keys = ", ".join(f"{key}: {yaml_word(value)}" for key, value in technique.recipe.items() if key in chosen)
         if device not in technique.devices:
             raise RecipeError(f"{keys} needs a GPU, and this run is on the CPU")
         for package in technique.packages(settings):

@@ -17,22 +17,22 @@ from tigon.techniques.technique import Declaration, RunInfo, Search, Technique
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """What a value of `train.precision` stands for."""
+    """The dtypes that a value of `train.precision` names."""
 
     weights: torch.dtype
-    """Of trained weights, their gradients and the optimizer's states."""
-    products: torch.dtype
-    """Of matmuls, and of quantised weights when they are dequantised."""
+    """The dtype of trained weights, their gradients and the optimizer's states."""
+    compute_dtype: torch.dtype
+    """The dtype of matmuls' inputs before any cast to FP8, and of quantised weights when they are dequantised."""
     eps: float
-    """The distance from 1 to the next number in the format of a product's factors."""
+    """The machine epsilon of matmuls' inputs: the distance from 1 to the next number in their format."""
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of autocast over fp32 weights; None: the run has none."""
-        return None if self.products == self.weights else self.products
+        return None if self.compute_dtype == self.weights else self.compute_dtype
 
 
-FORMATS: Mapping[str, NumberFormat] = {
+NUMBER_FORMATS: Mapping[str, NumberFormat] = {
     "fp32": NumberFormat(torch.float32, torch.float32, 2**-23),
     "amp-bf16": NumberFormat(torch.float32, torch.bfloat16, 2**-7),
     "amp-fp16": NumberFormat(torch.float32, torch.float16, 2**-10),
@@ -41,9 +41,9 @@ FORMATS: Mapping[str, NumberFormat] = {
 }
 
 
-def format_of(settings: Settings) -> NumberFormat:
+def number_format(settings: Settings) -> NumberFormat:
     """The number format of a run."""
-    return FORMATS[settings.train.precision]
+    return NUMBER_FORMATS[settings.train.precision]
 
 
 def check_gpu(settings: Settings, device: torch.device) -> None:
@@ -60,7 +60,7 @@ def check_gpu(settings: Settings, device: torch.device) -> None:
         )
 
 
-def _fp32(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
+def _tf32_argument(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     return {"tf32": settings.train.tf32} if run_info.device == "cuda" else {}
 
 
@@ -68,8 +68,8 @@ _IS_FP8 = Condition("train.precision", "is", "fp8")
 DECLARATION = Declaration(
     machine=check_gpu,
     searches=(
-        # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors
-        # of every product to 4 bits, so the planner does not choose it unasked.
+        # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the inputs
+        # of most decoder layers' matmuls to 3 or 4 significant bits, so it is not a candidate.
         Search(key="train.precision", how="run", candidates=lambda config: ("amp-bf16", "bf16")),
     ),
     labels={
@@ -83,7 +83,7 @@ DECLARATION = Declaration(
             name="fp32",
             recipe={"train.precision": "fp32"},
             chosen=(Condition("train.precision", "is", "fp32"),),
-            arguments=_fp32,
+            arguments=_tf32_argument,
         ),
         Technique(
             name="amp-bf16",
@@ -105,8 +105,8 @@ DECLARATION = Declaration(
             recipe={"train.precision": "bf16"},
             chosen=(Condition("train.precision", "is", "bf16"),),
             change_rank=3,
+            # DeepSpeed reads its bf16 mode from this argument.
             arguments=lambda settings, run_info: {"bf16": settings.sharding.zero > 0},
-            # DeepSpeed reads its bf16 mode from this
         ),
         Technique(
             name="fp8",

@@ -6,15 +6,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.settings import Settings
-
-if TYPE_CHECKING:
-    pass
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {

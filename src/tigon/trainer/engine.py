@@ -19,7 +19,7 @@ from tigon.techniques import TECHNIQUES, model_kernels
 from tigon.techniques.keys.lora import LOFTQ
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import loftq, lora
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.deepspeed_config import partitioned_loading
 from tigon.techniques.sharding.sharding import (
     are_drawn_in_place,
@@ -170,7 +170,7 @@ def saved_preset(setup: Setup, folder: Path) -> ModelConfig:
     """
     model, seed = setup.recipe.model, setup.recipe.train.seed
     if launch.rank() == 0 and not (folder / "config.json").exists():
-        dtype = format_of(setup.settings).products
+        dtype = number_format(setup.settings).compute_dtype
         draw = partial(models.build, dtype=dtype, device=None, seed=seed, through=setup.device)
         built = draw(model, setup.config)
         adapter_files.keep_base(built, setup.config, folder)

@@ -260,7 +260,7 @@ def _preset_config(model: ModelConfig) -> Any:
 
     shape = dict(PRESETS[model.name])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    known = config.to_dict()
+    known = {*config.to_dict(), *config.attribute_map}
     for name in model.config or {}:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -35,7 +35,7 @@ from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
-from tigon.trainer.post_training.tools import load_environment, load_tools
+from tigon.trainer.post_training.tools_and_environments import load_environment, load_tools
 from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class _Checked:
 
 def _check(recipe: Recipe, device: torch.device) -> _Checked:
     """Check the recipe against model and machine, before any row is read."""
-    harness.check(recipe.eval.lm_eval)
+    harness.check_tasks(recipe.eval.lm_eval)
     config = config_for(recipe, model.load_config(recipe.model))
     preflight.check_lengths(recipe, config)
     built = model.without_data(config)

@@ -158,7 +158,7 @@ def _train_alone_or_joined(
         except signals.Stopped as stop:
             if launch.rank() == 0:
                 print(f"tigon: {stop}", file=sys.stderr)
-            launch.shutdown_distributed(together=stop.together)
+            launch.shutdown_distributed(on_every_rank=stop.on_every_rank)
             raise SystemExit(stop.exit_code) from None
         except KeyboardInterrupt:
             hint = f"; continue with `{request.command} --resume`" if run.has_checkpoints else ""
@@ -196,7 +196,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     from tigon.trainer.measuring import comparison  # loads transformers
     from tigon.trainer.report import model_card, report  # loads transformers
 
-    with signals.StopRequest(speaks=launch.rank() == 0) as stop:
+    with signals.StopRequest(confirms=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
         if launch.rank() > 0:  # comparison and report are the main process's
             return
@@ -217,7 +217,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         if stop.number:
             cut = any(repeat.stopped for repeat in repeats)
             kept = f"the run is complete{' except its comparison' if cut else ''}"
-            raise signals.Stopped(stop.number, run.last_step, kept, together=False)
+            raise signals.Stopped(stop.number, run.last_step, kept, on_every_rank=False)
 
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _train(
             "stopped_early_step": trainer.state.global_step if trainer.stopped_early() else None,
             "stopped_because": trainer.stopped_early(),
         }
-        stop.promise = "ending once everything is saved"
+        stop.confirmation = "ending once everything is saved"
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         atomic_save.refuse_nonfinite_weights(built, trainer.state.global_step)
@@ -332,7 +332,7 @@ def _train(
         outcome["labels"] = None if eval_loss is None else _labels(trainer)
         if prepared.recipe.eval.lm_eval:  # may take hours, in which a killed run keeps what it has learned
             trainer.save_last()
-        outcome["lm_eval"] = harness.run_tasks(run, built, prepared.tokenizer, prepared.recipe, console.out)
+        outcome["lm_eval"] = harness.evaluate_and_save(run, built, prepared.tokenizer, prepared.recipe, console.out)
         watchers.finish(outcome)
         return trainer, outcome
 
@@ -390,7 +390,7 @@ def _end_if_asked(prepared: Prepared, trainer: GuardedTrainer) -> None:
     trainer.save_last()
     step = trainer.state.global_step
     kept = f"{checkpoint.name_of(step)} is complete; continue with `{prepared.command} --resume`"
-    raise signals.Stopped(stop.number, step, kept, together=True)
+    raise signals.Stopped(stop.number, step, kept, on_every_rank=True)
 
 
 def _final_eval_loss(trainer: GuardedTrainer) -> float | None:

@@ -18,7 +18,7 @@ from tigon.errors import UsageError
 from tigon.planner.collector import collector_off
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
-from tigon.planner.render import explain as explanation
+from tigon.planner.render.explain import paragraphs, wrapped_text
 from tigon.planner.search.longest import LongestRow, longest_rows
 from tigon.planner.search.recommend import Plan, plan
 
@@ -123,7 +123,7 @@ def run(
 def _print(answer: Plan, rows: Sequence[LongestRow], as_json: bool, explain: bool, plot: Path | None) -> None:
     console = stdout_console()
     if as_json:
-        extra: dict[str, Any] = {"explanation": explanation.lines(answer)} if explain else {}
+        extra: dict[str, Any] = {"explanation": paragraphs(answer)} if explain else {}
         if rows:
             extra["longest"] = [terminal.longest_mapping(row) for row in rows]
         print(json.dumps(terminal.as_mapping(answer) | extra, indent=2))
@@ -132,7 +132,7 @@ def _print(answer: Plan, rows: Sequence[LongestRow], as_json: bool, explain: boo
             terminal.show_longest(answer, rows, console)
         terminal.show(answer, console, details=explain)
         if explain:
-            console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
+            console.print(wrapped_text(answer), markup=False, soft_wrap=True)
     if plot is not None:
         written = charts.write(answer, plot)
         if not as_json:

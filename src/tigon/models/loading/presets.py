@@ -8,6 +8,7 @@ or what a comment names. A test compares the parameters of the newer shapes with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _COLUMNS = [
@@ -260,8 +261,10 @@ MULTIMODAL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 def carried(hub_id: str) -> str | None:
     """What `load_config` takes for the shape of this model of the hub, or None if tigon does not carry it.
 
-    Case does not count, because ids are often typed without capitals.
+    Case does not count, because ids are often typed without capitals. A folder of this name on disk is what is meant.
     """
+    if Path(hub_id).is_dir():
+        return None
     owner, _, name = hub_id.lower().partition("/")
     for known in (*HUB_SHAPES, *MULTIMODAL_SHAPES):
         if known.lower() == hub_id.lower() or (owner == COPIES and known.lower().endswith(f"/{name}")):

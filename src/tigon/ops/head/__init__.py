@@ -7,7 +7,7 @@ exponentials.py     the two products of bf16 logits that have left their product
 logprobs.py         log-probabilities per token
 divergence.py       divergences between two distributions per token
 plan.py, blocks.py  blocks that are computed twice, for log-probabilities and divergences
-loop.py             the loop over blocks that all ops share
+block_loop.py       the loop over blocks that all ops share
 autograd.py         the last step of each backward
 multi_head.py, multi_head_loop.py   cross entropy for several heads that predict several tokens ahead
 divided.py, divided_cross_entropy.py   heads that are divided by vocabulary

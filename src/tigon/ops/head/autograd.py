@@ -1,4 +1,4 @@
-"""The last step of each backward of a head: gradients get the factor that they lack, their dtype and their places."""
+"""The last step of each backward of a head: gradients get the factor that they lack, their dtype and their rows."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from tigon.ops.head.inputs import Wanted
 from tigon.ops.losses.cross_entropy_rows import scale_rows
-from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.inputs import CountedTokens
 
 
-def finished(gradient: Tensor, left: Tensor | None, places: Places, dtype: torch.dtype) -> Tensor:
-    """A gradient times the factor that it lacks, in its own dtype, at its places."""
-    if left is None and places.index_N is None and gradient.dtype == dtype:
+def finished(gradient: Tensor, left: Tensor | None, counted: CountedTokens, dtype: torch.dtype) -> Tensor:
+    """A gradient times the factor that it lacks, in its own dtype, in the rows of its tokens."""
+    if left is None and counted.index_N is None and gradient.dtype == dtype:
         return gradient
-    if places.index_N is None and not gradient.numel():  # of a process that holds no row of the weight
+    if counted.index_N is None and not gradient.numel():  # of a process that holds no row of the weight
         return gradient.to(dtype)
     left = torch.ones((), dtype=torch.float32, device=gradient.device) if left is None else left
-    return scale_rows(gradient, left, places.index_N, places.tokens, dtype)  # type: ignore[no-any-return]
+    return scale_rows(gradient, left, counted.index_N, counted.tokens, dtype)  # type: ignore[no-any-return]
 
 
 def head_gradients(
     made: Sequence[Tensor],
     wanted: Wanted,
     lefts: tuple[Tensor | None, Tensor | None],
-    places: Places,
+    counted: CountedTokens,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias as autograd takes them; None where none is wanted.
@@ -38,7 +38,9 @@ def head_gradients(
     """
     (dx_NH, dw_VH, db_V), (of_hidden, left) = made, lefts
     return (
-        finished(dx_NH, of_hidden, places, dtype) if wanted.want_hidden else None,
-        finished(dw_VH, left, Places(None, len(dw_VH)), dtype) if wanted.want_weight else None,
-        finished(db_V.unsqueeze(1), left, Places(None, len(db_V)), dtype).squeeze(1) if wanted.want_bias else None,
+        finished(dx_NH, of_hidden, counted, dtype) if wanted.want_hidden else None,
+        finished(dw_VH, left, CountedTokens(None, len(dw_VH)), dtype) if wanted.want_weight else None,
+        finished(db_V.unsqueeze(1), left, CountedTokens(None, len(db_V)), dtype).squeeze(1)
+        if wanted.want_bias
+        else None,
     )

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive, no_autocast
+from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.chunks import even_chunk
 from tigon.ops.head.inputs import NOTHING, Gradients, Head, LogitBuffer, Wanted, sum_dtype
-from tigon.ops.head.loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, whole_plan
 from tigon.ops.losses.divergence_rows import (
     DivergenceRows,
@@ -33,7 +33,7 @@ from tigon.ops.losses.divergence_rows import (
     divergence,
     divergence_gradient,
 )
-from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.inputs import CountedTokens
 from tigon.ops.losses.logprob_inputs import LogprobOptions, check_ids
 from tigon.ops.losses.logprob_rows import Block, Rows, Upstream, add_block, gradient_into
 from tigon.ops.losses.results import RowResults
@@ -175,13 +175,13 @@ class _LogprobGradients:
         self.head, self.upstream, self.logits, self.options = head, upstream, logits, options
         self.gathered = False
 
-    def part(self, rows: slice) -> Upstream:
+    def select_tokens(self, rows: slice) -> Upstream:
         return self.upstream.part(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         return None if self.gathered else (self.upstream.ids_NK[rows] == self.options.ignore_index).all(1)
 
-    def write(self, part: Upstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: Upstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         if columns.start == columns.stop:
             return
         if isinstance(self.logits, Tensor):
@@ -241,8 +241,8 @@ class HeadPair(NamedTuple):
     p: Head
     q: Head
 
-    def at(self, places: Places) -> HeadPair:
-        return HeadPair(self.p.at(places), self.q.at(places))
+    def at(self, counted: CountedTokens) -> HeadPair:
+        return HeadPair(self.p.at(counted), self.q.at(counted))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -364,14 +364,14 @@ class _KlBlocks:
     def __init__(self, pair: HeadPair, upstream: KlUpstream, logits: LogitPair | PairBuffers, kl: KlOptions) -> None:
         self.pair, self.upstream, self.logits, self.kl = pair, upstream, logits, kl
 
-    def part(self, rows: slice) -> KlUpstream:
+    def select_tokens(self, rows: slice) -> KlUpstream:
         return self.upstream.part(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         counts_N = self.upstream.counts_N
         return None if counts_N is None else counts_N[rows] == 0
 
-    def write(self, part: KlUpstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: KlUpstream, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         if columns.start == columns.stop:
             return
         if isinstance(self.logits, LogitPair):

@@ -2,7 +2,7 @@
 
 `plan_for` chooses one of four modes by the number of bytes, not by V / H:
 
-    keep       One chunk. Its gradient G is kept until backward, which computes dX = G W and dW = Gᵀ (g ⊙ X). Chosen if
+    keep_grad  One chunk. Its gradient G is kept until backward, which computes dX = G W and dW = Gᵀ (g ⊙ X). Chosen if
                the logits fit into `chunk_bytes`, or take less memory than the fp32 accumulator that chunks would need:
                b·N·V <= 4·V·H + chunk_bytes.
     stream     Several chunks. The forward computes dX and an fp32 dW for g = 1; the backward scales them. This is
@@ -30,6 +30,7 @@ from tigon.kernels.chips import LogitsTile
 from tigon.ops import dispatch
 from tigon.ops.dispatch import Primitive, no_autocast
 from tigon.ops.head import exponentials
+from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.inputs import (
     NOTHING,
     ChunkLimits,
@@ -40,7 +41,6 @@ from tigon.ops.head.inputs import (
     starts_aligned,
     sum_dtype,
 )
-from tigon.ops.head.loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.losses.cross_entropy_rows import Rows, rows_with_gradient
 from tigon.ops.losses.inputs import LossOptions, TokenLabels, check_labels, wants_label_check
 from tigon.ops.signature import SYMBOLIC
@@ -65,7 +65,7 @@ _LOGIT_TOKENS = 512
 as long as reading the weight (computed for an H100, not measured)."""
 _LOGIT_BYTES = 4
 
-Mode = Literal["keep", "stream", "recompute", "loss"]
+Mode = Literal["keep_grad", "stream", "recompute", "loss"]
 
 
 def even_chunk(tokens: int, most: int) -> int:
@@ -122,7 +122,7 @@ def make_chunk_plan(request: ChunkRequest) -> Plan:
     fitting, logit_tokens = request.split(bytes_alive)
     logits_bytes = min(logit_tokens, tokens) * vocab * _LOGIT_BYTES
     if tokens * vocab * request.itemsize + logits_bytes <= least + accumulator_bytes and not request.per_row:
-        return Plan("keep", max(tokens, 1), request.fp32_accumulate, min(logit_tokens, max(tokens, 1)))
+        return Plan("keep_grad", max(tokens, 1), request.fp32_accumulate, min(logit_tokens, max(tokens, 1)))
     chunk = even_chunk(tokens, fitting)
     if not request.fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
         return make_chunk_plan(replace(request, fp32_accumulate=True))
@@ -150,9 +150,9 @@ def split_bytes(bytes_alive: int, vocab: int, itemsize: int, fp32_logits: bool) 
 def buffer_bytes(plan: Plan, request: ChunkRequest) -> int:
     """Bytes of logits and of the head's gradient that a plan holds at one time."""
     itemsize, vocab = request.itemsize, request.vocab
-    rows = request.tokens if plan.mode == "keep" else plan.chunk
+    rows = request.tokens if plan.mode == "keep_grad" else plan.chunk
     # A kept gradient of the logits is multiplied once, into the final dtype.
-    wide = plan.mode != "keep" and plan.fp32_accumulate
+    wide = plan.mode != "keep_grad" and plan.fp32_accumulate
     gradient = 0
     if request.want_weight and plan.mode != "loss":
         gradient = vocab * request.hidden * (max(itemsize, 4) if wide else itemsize)
@@ -341,10 +341,10 @@ class _Chunks:
         self.head, self.labels, self.options, self.outputs = head, labels, options, outputs
         self.logits: LogitBuffer | None = None
 
-    def part(self, rows: slice) -> tuple[Head, TokenLabels]:
+    def select_tokens(self, rows: slice) -> tuple[Head, TokenLabels]:
         return self.head.part(rows), self.labels.part(rows)
 
-    def left_out(self, rows: slice) -> None:
+    def no_gradient_mask(self, rows: slice) -> None:
         return None
 
     def run(self) -> None:
@@ -363,7 +363,7 @@ class _Chunks:
             return lambda n, c: self.outputs.kept_NV
         return LogitBuffer(most, V, x, x.dtype).view if any(self.options.wanted) or shared else None
 
-    def write(
+    def compute_block(
         self, part: tuple[Head, TokenLabels], rows: slice, columns: slice, grads: Sequence[Tensor | None]
     ) -> None:
         (head, labels), options, grad = part, self.options, grads[0]
@@ -403,7 +403,7 @@ class _Chunks:
             self._exp_chunk(rows, tile, e_CV)
 
     def _exp_chunk(self, rows: slice, tile: LogitsTile, e_CV: Tensor | None) -> None:
-        (head, labels), options = self.part(rows), self.options
+        (head, labels), options = self.select_tokens(rows), self.options
         loss, stats, factors = exp_logits(head, labels, options.loss, tile, e_CV)
         self.put(rows, loss=loss, stats=stats)
         if options.keep:

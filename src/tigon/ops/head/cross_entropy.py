@@ -3,7 +3,7 @@
 Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer, in fp32 (in
 fp64 for fp64 inputs). One pass turns them into their gradient (kernels/cross_entropy.py), and two products reduce
 that to the gradients of hidden and weight. On Hopper the product of bf16 may write exponentials instead
-(`exponentials.py`). The products take most of the time; they are the vendor's and run at the hardware's rate.
+(`exponentials.py`). On GPUs, cuBLAS computes the other products. The products take most of the time.
 
 `chunks.py` chooses the chunks, and what is kept for backward.
 
@@ -23,20 +23,20 @@ bf16 on Hopper, each chunk:
 
     chunks.py: _Chunks.run_exp, exp_logits
     kernels/linear_cross_entropy.py: exp_logits     three kernels: the labels' logits, the product, the rows' factors
-    exponentials.py: hidden_grad, weight_grad_into  the gradients' products, unless mode "keep" leaves them to backward
+    exponentials.py: hidden_grad, weight_grad_into  the gradients' products, except in mode "keep_grad"
 
 Elsewhere, each chunk:
 
-    chunks.py: _Chunks.run, write                   with loop.py: run_blocks
+    chunks.py: _Chunks.run, compute_block           with block_loop.py: run_blocks
     inputs.py: Head.logits_into                     the logits' product (ops/products.py: product_into)
     ops/losses/cross_entropy_rows.py: rows_with_gradient
     kernels/cross_entropy.py: cross_entropy_fwd     without a kernel: cross_entropy_rows.py: _fwd_reference
-    loop.py: GradientSums.add                       the gradients' products, except in mode "keep"
+    block_loop.py: GradientSums.add                 the gradients' products, except in mode "keep_grad"
 
 Backward, by the plan's mode:
 
     cross_entropy.py: LinearCrossEntropy.backward
-    "keep": _backward_keep                          the products (exponentials.py: exp_hidden_grad, exp_weight_grad;
+    "keep_grad": _backward_from_kept_grad           the products (exponentials.py: exp_hidden_grad, exp_weight_grad;
                                                     elsewhere ops/products.py: product_into)
     "stream": _backward_stream                      multiplies the forward's gradients by the loss's
     "recompute": _backward_recompute                runs chunks.py: chunk_loop again, with gradients
@@ -61,7 +61,7 @@ from tigon.ops.head.exponentials import add_exp_weight_grad, exp_hidden_grad, ex
 from tigon.ops.head.inputs import MIB, NOTHING, Head, LossArguments, Wanted, low_rank_hidden
 from tigon.ops.losses.cross_entropy import Reduction, cross_entropy_oracle, loss_inputs
 from tigon.ops.losses.cross_entropy_rows import scale_rows
-from tigon.ops.losses.inputs import Places, TokenLabels, gradient_scales, sum_times
+from tigon.ops.losses.inputs import CountedTokens, TokenLabels, gradient_scales, sum_times
 from tigon.ops.losses.prepared_targets import PreparedTargets
 from tigon.ops.losses.results import LossOutput, LossResults
 from tigon.ops.products import keeps_graph, product_into
@@ -83,17 +83,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         """args: the tensors of a `Head`, the other arguments, whether gradients are enabled, the leaf of the weight."""
         *tensors, call, grad_enabled, ctx.leaf = args
         wanted, head = Wanted.of(ctx.needs_input_grad[:5], grad_enabled), Head(*tensors)
-        places = Places(call.index, head.tokens)
+        counted = CountedTokens(call.index, head.tokens)
         ctx.b_dtype = None if head.lora_b_VR is None else head.lora_b_VR.dtype
         if head.lora_b_VR is not None:
             head = head._replace(lora_b_VR=head.lora_b_VR.to(head.dtype))
-        head, target, token_weight = head.at(places), places.take(call.target), places.take(call.token_weight)
+        head, target, token_weight = head.at(counted), counted.take(call.target), counted.take(call.token_weight)
         assert target is not None
         other_outputs = wanted.want_bias or call.entropy or call.predicted or head.low_NR is not None
         fp32_logits = needs_fp32_logits(head.hidden_NH, head.weight_VH, call.options, other_outputs)
         plan = plan_for(head, call.limits, wanted, per_row=call.per_row, fp32_logits=fp32_logits)
         inverse, class_weight = call.inv_denominator, call.class_weight
-        stored, left = gradient_scales(head.dtype, inverse, token_weight, class_weight, call.options)
+        stored, remaining_scale = gradient_scales(head.dtype, inverse, token_weight, class_weight, call.options)
         chunks = chunk_loop(
             head,
             TokenLabels(target, class_weight, token_weight, stored),
@@ -101,32 +101,37 @@ class LinearCrossEntropy(torch.autograd.Function):
                 loss=call.options,
                 chunk=plan.chunk,
                 logit_tokens=plan.logit_tokens,
-                keep=plan.mode == "keep",
+                keep=plan.mode == "keep_grad",
                 fp32_accumulate=plan.fp32_accumulate,
-                wanted=wanted if plan.mode in ("keep", "stream") else NOTHING,
+                wanted=wanted if plan.mode in ("keep_grad", "stream") else NOTHING,
                 entropy=call.entropy,
                 predicted=call.predicted,
             ),
         )
-        ctx.plan, ctx.options, ctx.wanted, ctx.tokens, ctx.dtype = plan, call.options, wanted, places.tokens, head.dtype
-        if plan.mode == "keep":
-            ctx.save_for_backward(chunks.kept_NV, chunks.factors, target, chunks.db_V, left, places.index_N, *head)
+        ctx.plan, ctx.options, ctx.wanted = plan, call.options, wanted
+        ctx.tokens, ctx.dtype = counted.tokens, head.dtype
+        if plan.mode == "keep_grad":
+            ctx.save_for_backward(
+                chunks.kept_NV, chunks.factors, target, chunks.db_V, remaining_scale, counted.index_N, *head
+            )
         elif plan.mode == "stream":
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = chunks.dw_VH
-            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, left, places.index_N)
+            ctx.save_for_backward(
+                chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, remaining_scale, counted.index_N
+            )
         elif plan.mode == "recompute":
-            ctx.save_for_backward(target, class_weight, token_weight, inverse, places.index_N, *head)
+            ctx.save_for_backward(target, class_weight, token_weight, inverse, counted.index_N, *head)
         # Without a reduction, the losses return to their original positions.
         stats = chunks.stats
-        if places.index_N is not None:
-            stats = stats.new_zeros((3, places.tokens)).index_copy_(1, places.index_N, stats)
+        if counted.index_N is not None:
+            stats = stats.new_zeros((3, counted.tokens)).index_copy_(1, counted.index_N, stats)
         results = LossResults(
-            loss=places.spread(chunks.loss, 0) if call.per_row else sum_times(chunks.loss, inverse),
+            loss=counted.spread(chunks.loss, 0) if call.per_row else sum_times(chunks.loss, inverse),
             stats=stats,
-            entropy=places.spread(chunks.entropy, 0) if call.entropy else chunks.entropy,
+            entropy=counted.spread(chunks.entropy, 0) if call.entropy else chunks.entropy,
             predicted=(
-                places.spread(chunks.predicted, call.options.ignore_index) if call.predicted else chunks.predicted
+                counted.spread(chunks.predicted, call.options.ignore_index) if call.predicted else chunks.predicted
             ),
         )
         ctx.mark_non_differentiable(*results[1:])
@@ -140,13 +145,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 _Grads = tuple[Tensor | None, ...]
-"""Of a head's five tensors."""
+"""The gradients of a head's five tensors."""
 
 
-def _backward_keep(ctx: Context, dloss: Tensor) -> _Grads:
-    g_NV, factors, target, db, left, index, *tensors = ctx.saved_tensors
-    head, wanted, places = Head(*tensors), ctx.wanted, Places(index, ctx.tokens)
-    scale, x_NH = dloss if left is None else dloss * left, head.hidden_NH
+def _backward_from_kept_grad(ctx: Context, dloss: Tensor) -> _Grads:
+    g_NV, factors, target, db, remaining_scale, index, *tensors = ctx.saved_tensors
+    head, wanted, counted = Head(*tensors), ctx.wanted, CountedTokens(index, ctx.tokens)
+    scale, x_NH = dloss if remaining_scale is None else dloss * remaining_scale, head.hidden_NH
     dx = dw = dlow = dlora_b = None
     grad_VH = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None
     # dW first, so that the scaled X is freed before dX is allocated.
@@ -157,7 +162,7 @@ def _backward_keep(ctx: Context, dloss: Tensor) -> _Grads:
         elif wanted.want_weight:
             dw = exp_weight_grad(g_NV, x_NH, factors, target)
         if wanted.want_hidden:
-            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, places.index_N, places.tokens)
+            dx = exp_hidden_grad(g_NV, head.weight_VH, factors, target, counted.index_N, counted.tokens)
         return dx, dw, None, None, None
     with no_autocast(g_NV):
         if grad_VH is not None:
@@ -167,19 +172,19 @@ def _backward_keep(ctx: Context, dloss: Tensor) -> _Grads:
         if wanted.want_lora_b and head.low_NR is not None:
             dlora_b = _weight_grad(g_NV, head.low_NR, scale, ctx.b_dtype)
         if wanted.want_low and head.lora_b_VR is not None:
-            dlow = _hidden_grad(g_NV, head.lora_b_VR, scale, places)
+            dlow = _hidden_grad(g_NV, head.lora_b_VR, scale, counted)
         if wanted.want_hidden:
-            dx = _hidden_grad(g_NV, head.weight_VH, scale, places)
+            dx = _hidden_grad(g_NV, head.weight_VH, scale, counted)
     return dx, dw, (db * scale).to(ctx.dtype) if wanted.want_bias else None, dlow, dlora_b
 
 
-def _hidden_grad(g_NV: Tensor, weight_VH: Tensor, scale: Tensor, places: Places) -> Tensor:
-    """scale · G W in G's dtype, at its places."""
+def _hidden_grad(g_NV: Tensor, weight_VH: Tensor, scale: Tensor, counted: CountedTokens) -> Tensor:
+    """scale · G W in G's dtype, in the rows of its tokens."""
     # An fp16 gradient stays in fp32 until the loss scale is applied.
     shape = (g_NV.shape[0], weight_VH.shape[1])
     product = g_NV.new_empty(shape, dtype=scale.dtype if g_NV.dtype == torch.float16 else g_NV.dtype)
     product_into(g_NV, weight_VH, product, accumulate=False)
-    return scale_rows(product, scale, places.index_N, places.tokens, g_NV.dtype)  # type: ignore[no-any-return]
+    return scale_rows(product, scale, counted.index_N, counted.tokens, g_NV.dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,11 +205,11 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
         scaled = scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
         product_into(g_NV.t(), scaled, out_VH, accumulate=accumulate)
         return
-    most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
-    product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
-    for start in range(0, V, most):
-        rows = out_VH[start : start + most]
-        product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
+    block_rows = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
+    product = x_NH.new_empty((min(block_rows, V), H), dtype=scale.dtype)
+    for start in range(0, V, block_rows):
+        rows = out_VH[start : start + block_rows]
+        product_into(g_NV.t()[start : start + block_rows], x_NH, product[: len(rows)], accumulate=False)
         if accumulate:
             add_scaled_(rows, product[: len(rows)], scale)
         else:
@@ -213,25 +218,25 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
 
 def _backward_stream(ctx: Context, dloss: Tensor) -> _Grads:
     # Raises in a second backward of a graph that was not retained.
-    dx, db, dlow, dlora_b, left, index = ctx.saved_tensors
-    scale = dloss if left is None else dloss * left
-    dw, once = ctx.dw, not keeps_graph()
-    if once:
+    dx, db, dlow, dlora_b, remaining_scale, index = ctx.saved_tensors
+    scale = dloss if remaining_scale is None else dloss * remaining_scale
+    dw, is_last_backward = ctx.dw, not keeps_graph()
+    if is_last_backward:
         ctx.dw = None  # the rest of the model's backward needs its memory
     grad_VH = gradient_to_add_to(ctx.leaf) if ctx.wanted.want_weight else None
     if grad_VH is not None:
         add_scaled_(grad_VH, dw, scale)
         dw = None
-    elif once and dw.dtype == ctx.dtype and may_overwrite(dw):
+    elif is_last_backward and dw.dtype == ctx.dtype and may_overwrite(dw):
         dw = scaled_in_place(dw, scale)
     elif ctx.wanted.want_weight:
         dw = scale_rows(dw, scale, None, dw.shape[0], ctx.dtype)
-    return _scaled(ctx, index, scale, (dx, dw, db, dlow, dlora_b))
+    return _scale_grads(ctx, index, scale, (dx, dw, db, dlow, dlora_b))
 
 
-def _scaled(ctx: Context, index: Tensor | None, scale: Tensor, made: tuple[Any, ...]) -> _Grads:
-    """The loop's gradients times the scale; dW is scaled already."""
-    wanted, tokens, (dx, dw, db, dlow, dlora_b) = ctx.wanted, ctx.tokens, made
+def _scale_grads(ctx: Context, index: Tensor | None, scale: Tensor, unscaled_grads: tuple[Any, ...]) -> _Grads:
+    """The chunk loop's gradients times the scale; dW is scaled already."""
+    wanted, tokens, (dx, dw, db, dlow, dlora_b) = ctx.wanted, ctx.tokens, unscaled_grads
     return (
         scale_rows(dx, scale, index, tokens, ctx.dtype) if wanted.want_hidden else None,
         dw,
@@ -256,9 +261,9 @@ def _backward_recompute(ctx: Context, dloss: Tensor) -> _Grads:
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
-    stored, left = gradient_scales(ctx.dtype, inverse, per_token, class_weight, ctx.options)
-    left = torch.ones_like(stored) if left is None else left
-    made = chunk_loop(
+    stored, remaining_scale = gradient_scales(ctx.dtype, inverse, per_token, class_weight, ctx.options)
+    remaining_scale = torch.ones_like(stored) if remaining_scale is None else remaining_scale
+    unscaled_grads = chunk_loop(
         head,
         TokenLabels(target, class_weight, per_token, stored),
         ChunkOptions(
@@ -271,22 +276,22 @@ def _backward_recompute(ctx: Context, dloss: Tensor) -> _Grads:
     ).gradients
     grad_VH, dw = gradient_to_add_to(ctx.leaf) if wanted.want_weight else None, None
     if grad_VH is not None:
-        add_scaled_(grad_VH, made.dw_VH, left)
+        add_scaled_(grad_VH, unscaled_grads.dw_VH, remaining_scale)
     elif wanted.want_weight:
-        dw = scale_rows(made.dw_VH, left, None, head.vocab, ctx.dtype)
-    return _scaled(ctx, index, left, made._replace(dw_VH=dw))
+        dw = scale_rows(unscaled_grads.dw_VH, remaining_scale, None, head.vocab, ctx.dtype)
+    return _scale_grads(ctx, index, remaining_scale, unscaled_grads._replace(dw_VH=dw))
 
 
-_BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
+_BACKWARD = {"keep_grad": _backward_from_kept_grad, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _run(head: Head, call: LossArguments, leaf: LeafGradient | None = None) -> LossResults:
+def _apply_with_leaf(head: Head, call: LossArguments, leaf: LeafGradient | None = None) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     return LossResults(*LinearCrossEntropy.apply(*head, call, torch.is_grad_enabled(), leaf))
 
 
 def _apply(head: Head, call: LossArguments) -> LossResults:
-    return _run(head, call)
+    return _apply_with_leaf(head, call)
 
 
 _linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
@@ -335,10 +340,10 @@ def linear_cross_entropy(
         fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
             tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
             would grow. Not available for fp16, where the sums would overflow.
-        memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
-            The fastest chunks that fit are taken. The default is the fastest, then smaller chunks, then bf16 weight
-            gradients of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient does
-            not count.
+        memory_bytes: the most bytes of logits and of the weight's gradient together; hidden's gradient does not count.
+            Replaces chunk_bytes and fp32_accumulate. Tries in order: default chunks, smaller chunks, up to 7 chunks
+            summed in bf16 (only for bf16), still smaller chunks. If nothing fits, the plan with the least bytes is
+            taken.
         lora_a, lora_b: (R, H) and (V, R), the adapter's matrices, in any of the four dtypes; both or neither. They are
             cast to the products' dtype; each gradient has its matrix's own dtype.
         scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
@@ -380,13 +385,13 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         results: LossResults = _linear_cross_entropy(head, call)
     else:
-        results = _run(head, call, LeafGradient.of(weight))
+        results = _apply_with_leaf(head, call, LeafGradient.of(weight))
     labels = target.target if isinstance(target, PreparedTargets) else target
     loss = results.loss.view(labels.shape) if call.per_row else results.loss
     return results.with_outputs(loss, labels, outputs, ignore_index) if outputs else loss
 
 
-# --- the record -------------------------------------------------------------------------------------------------------
+# --- the op's registry entry ------------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy_oracle(
@@ -398,7 +403,7 @@ def linear_cross_entropy_oracle(
     """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32.
 
     An adapter adds the product of its low-rank hidden states to the logits, which are rounded before and after it. PEFT
-    rounds twice more; of two sums of roundings that differ, either may be twice the other by chance.
+    rounds twice more, so either error may be twice the other by chance.
     """
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
@@ -413,7 +418,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     options = dict(case.options)
     has_bias, weight_dtype = options.pop("bias", False), options.pop("weight_dtype", dtype)
     rank, adapter_dtype = options.pop("rank", 0), options.pop("adapter_dtype", dtype)
-    scaling, apart = options.pop("scaling", 1.0), options.pop("adapter_hidden", False)
+    scaling, separate_adapter_hidden = options.pop("scaling", 1.0), options.pop("adapter_hidden", False)
     plain = Case(id=case.id, shape=case.shape, options=options)
     inputs = {
         "hidden": randn(*rows, H, dtype=dtype, device=device),
@@ -428,12 +433,13 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
         "lora_a": randn(rank, H, dtype=adapter_dtype, device=device, scale=H**-0.5),
         "lora_b": randn(V, rank, dtype=adapter_dtype, device=device, scale=2.0 / rank**0.5),
         "scaling": scaling,
-        "adapter_hidden": randn(*rows, H, dtype=dtype, device=device) if apart else None,
+        "adapter_hidden": randn(*rows, H, dtype=dtype, device=device) if separate_adapter_hidden else None,
     }
 
 
 def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: object) -> Cost:
-    # Three products of 2·N·H·V operations; operands move once, logits are written and read once.
+    # Three products of 2·N·H·V operations. Each operand is read once and its gradient written once. The logits are
+    # written once and read once.
     N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
     logits_bytes = N * V * hidden.element_size()
     return Cost(

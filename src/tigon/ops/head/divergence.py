@@ -47,7 +47,7 @@ from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.logprobs import WORTH_A_WAIT_FLOPS
 from tigon.ops.head.plan import LogitBytes, keeps_logits
 from tigon.ops.losses.divergence_rows import DivergenceRows, KlOptions, KlUpstream, divergence, fp16_scale
-from tigon.ops.losses.inputs import Places, check_chunk_bytes, check_devices, tokens_that_count
+from tigon.ops.losses.inputs import CountedTokens, check_chunk_bytes, check_devices, tokens_that_count
 from tigon.ops.losses.logprob_inputs import check_logit_map, check_mask, check_temperature
 from tigon.ops.losses.logprob_rows import contiguous
 from tigon.ops.vocab_parallel import VocabParallelOptions, exchange, replicated
@@ -123,8 +123,8 @@ class LinearKl(torch.autograd.Function):
     def forward(ctx: Context, *args: Any) -> Tensor:
         *tensors, call, vocabulary, grad_enabled = args
         wanted = WantedPair(*(Wanted.of(ctx.needs_input_grad[at : at + 3], grad_enabled) for at in (0, 3)))
-        places = Places(call.index, tensors[0].shape[0])
-        pair, trained = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])).at(places), any(map(any, wanted))
+        counted = CountedTokens(call.index, tensors[0].shape[0])
+        pair, trained = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])).at(counted), any(map(any, wanted))
         (N, _), (block_bytes, most_kept) = pair.size, call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         known = trained and isinstance(N, int)
@@ -135,17 +135,17 @@ class LinearKl(torch.autograd.Function):
             ctx.save_for_backward(
                 *pair.p[:3], *pair.q[:3], call.index, call.counts_N, computed.stats_8N, computed.peaks_2N, *kept
             )
-        ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, places.tokens, call.options, vocabulary
+        ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, counted.tokens, call.options, vocabulary
         ctx.block_bytes = most_kept if keep else block_bytes
-        return places.spread(computed.value_N, 0.0)
+        return counted.spread(computed.value_N, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Context, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, index, counts_N, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
-        places = Places(index, ctx.tokens)
+        counted = CountedTokens(index, ctx.tokens)
         pair, options, vocabulary = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])), ctx.options, ctx.vocabulary
-        dvalue_N = contiguous(places.take(dvalue_N), stats_8N.dtype)
+        dvalue_N = contiguous(counted.take(dvalue_N), stats_8N.dtype)
         p_scale, p_left = _scales(pair.p, dvalue_N, options, is_p=True)
         q_scale, q_left = _scales(pair.q, dvalue_N, options, is_p=False)
         upstream = KlUpstream(counts_N, stats_8N, peaks_2N, dvalue_N, p_scale, q_scale)
@@ -155,7 +155,7 @@ class LinearKl(torch.autograd.Function):
         for head, wanted, side, left in zip(pair, ctx.wanted, (made[:3], made[3:]), (p_left, q_left), strict=True):
             if wanted.want_hidden:
                 vocabulary.sum_hidden(side[0])
-            results += head_gradients(side, wanted, (left, left), places, head.dtype)
+            results += head_gradients(side, wanted, (left, left), counted, head.dtype)
         return *results, None, None, None
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from tigon.errors import ShapeError
 from tigon.ops.dispatch import Context, first_order, no_autocast, outside_graphs
 from tigon.ops.head.autograd import head_gradients
+from tigon.ops.head.block_loop import BlockPlan, run_blocks
 from tigon.ops.head.blocks import empty_sums, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, LossArguments, Wanted
 from tigon.ops.head.logprobs import check_divided_labels, divided_logprobs, of_no_column
-from tigon.ops.head.loop import BlockPlan, run_blocks
 from tigon.ops.head.plan import LogitBytes, keeps_logits, plan_whole_rows
-from tigon.ops.losses.inputs import Places, check_vector, gradient_scales
+from tigon.ops.losses.inputs import CountedTokens, check_vector, gradient_scales
 from tigon.ops.losses.logprob_inputs import LogprobOptions
 from tigon.ops.losses.logprob_rows import Block, gradient_into
 from tigon.ops.losses.prepared_targets import PreparedTargets
@@ -84,8 +84,8 @@ class DividedChunks(torch.autograd.Function):
         ctx: Context, hidden_NH: Tensor, weight_UH: Tensor, bias: Tensor | None, call: DividedChunksCall
     ) -> tuple[Tensor, ...]:
         ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], True)
-        places = Places(call.index, hidden_NH.shape[0])
-        head = Head(hidden_NH, weight_UH, bias).at(places)
+        counted = CountedTokens(call.index, hidden_NH.shape[0])
+        head = Head(hidden_NH, weight_UH, bias).at(counted)
         if call.index is not None:
             call = replace(call, tokens=call.tokens.at(call.index))
         sums, chunks = empty_sums(head, wanted, call.plan, fp32_hidden=True), _Chunks(head, call)
@@ -98,8 +98,8 @@ class DividedChunks(torch.autograd.Function):
             call.vocabulary.sum_hidden(dx_NH, None)
             dx_NH = dx_NH if head.dtype == torch.float16 else dx_NH.to(head.dtype)
         ctx.save_for_backward(dx_NH, dw_UH, db_U, call.scales[1], call.index)
-        ctx.tokens, ctx.dtype = places.tokens, head.dtype
-        results = results.spread(places, call.options, lse=True)
+        ctx.tokens, ctx.dtype = counted.tokens, head.dtype
+        results = results.spread(counted, call.options, lse=True)
         ctx.mark_non_differentiable(*results)
         return loss, *results
 
@@ -108,7 +108,7 @@ class DividedChunks(torch.autograd.Function):
     def backward(ctx: Context, dloss: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         *made, left, index = ctx.saved_tensors
         scale = dloss if left is None else dloss * left
-        return *head_gradients(made, ctx.wanted, (scale, scale), Places(index, ctx.tokens), ctx.dtype), None
+        return *head_gradients(made, ctx.wanted, (scale, scale), CountedTokens(index, ctx.tokens), ctx.dtype), None
 
 
 class _Chunks:
@@ -117,14 +117,14 @@ class _Chunks:
     def __init__(self, head: Head, call: DividedChunksCall) -> None:
         self.head, self.call, self.parts = head, call, list[Results]()
 
-    def part(self, rows: slice) -> TokenLoss:
+    def select_tokens(self, rows: slice) -> TokenLoss:
         return self.call.tokens.at(rows)
 
-    def left_out(self, rows: slice) -> Tensor | None:
+    def no_gradient_mask(self, rows: slice) -> Tensor | None:
         call = self.call
         return None if call.index is not None else call.tokens.ids_N1[rows, 0] == call.options.ignore_index
 
-    def write(self, part: TokenLoss, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+    def compute_block(self, part: TokenLoss, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
         call, head, kept_NV = self.call, self.head.part(rows), None
 
         def compute(ids_NK: Tensor, options: LogprobOptions) -> RowResults:
@@ -146,7 +146,7 @@ class _Chunks:
     def results(self) -> Results:
         if not self.parts:  # without a token that counts, one empty part gives the results their form
             nothing = slice(0, 0)
-            self.write(self.part(nothing), nothing, nothing, [None])
+            self.compute_block(self.select_tokens(nothing), nothing, nothing, [None])
         return Results._make(torch.cat(fields) for fields in zip(*self.parts, strict=True))
 
 

@@ -22,8 +22,8 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops import dispatch, products
 from tigon.ops.dispatch import check_dtype, check_number, product_dtype
 from tigon.ops.losses.inputs import (
+    CountedTokens,
     LossOptions,
-    Places,
     check_chunk_bytes,
     check_devices,
     check_labels,
@@ -119,11 +119,13 @@ class Head(NamedTuple):
     def logits_dtype(self) -> torch.dtype:
         return products.logits_dtype(self.dtype)
 
-    def at(self, places: Places) -> Head:
+    def at(self, counted: CountedTokens) -> Head:
         """The head with the tokens that count."""
-        if places.index_N is None:
+        if counted.index_N is None:
             return self
-        return self._replace(hidden_NH=self.hidden_NH.index_select(0, places.index_N), low_NR=places.take(self.low_NR))
+        return self._replace(
+            hidden_NH=self.hidden_NH.index_select(0, counted.index_N), low_NR=counted.take(self.low_NR)
+        )
 
     def part(self, rows: slice) -> Head:
         """The head with some of the tokens."""

@@ -21,7 +21,7 @@ from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_l
 from tigon.ops.head.divided import DividedHead
 from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.plan import LogitBytes, keeps_logits
-from tigon.ops.losses.inputs import Places, check_chunk_bytes, may_wait, tokens_that_count
+from tigon.ops.losses.inputs import CountedTokens, check_chunk_bytes, may_wait, tokens_that_count
 from tigon.ops.losses.logprob_inputs import (
     LogprobInputs,
     LogprobOptions,
@@ -66,8 +66,8 @@ class LinearLogprobs(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Results:
         ctx.wanted = wanted = Wanted.of(ctx.needs_input_grad[:3], grad_enabled)
-        places = Places(call.index, hidden_NH.shape[0])
-        head, ids_NK = Head(hidden_NH, weight_VH, bias).at(places), places.take(call.ids_NK)
+        counted = CountedTokens(call.index, hidden_NH.shape[0])
+        head, ids_NK = Head(hidden_NH, weight_VH, bias).at(counted), counted.take(call.ids_NK)
         assert ids_NK is not None
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
@@ -86,10 +86,10 @@ class LinearLogprobs(torch.autograd.Function):
         results, saved = vocabulary.results(compute, ids_NK, call.options, call.lse)
         if any(wanted):
             ctx.save_for_backward(*head[:3], kept_NV, call.index, *saved)
-        ctx.options, ctx.lse, ctx.vocabulary, ctx.tokens = call.options, call.lse, vocabulary, places.tokens
+        ctx.options, ctx.lse, ctx.vocabulary, ctx.tokens = call.options, call.lse, vocabulary, counted.tokens
         ctx.sizes, ctx.block_bytes = (ids_NK.shape[1], call.options.top_k), most_kept if keep else block_bytes
         ctx.set_materialize_grads(False)
-        results = results.spread(places, call.options, lse=call.lse)
+        results = results.spread(counted, call.options, lse=call.lse)
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
 
@@ -97,8 +97,8 @@ class LinearLogprobs(torch.autograd.Function):
     @first_order
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias, kept_NV, index, *saved = ctx.saved_tensors
-        head, wanted, places = Head(hidden_NH, weight_VH, bias), ctx.wanted, Places(index, ctx.tokens)
-        wanted_grads = [places.take(grad) for grad in wanted_gradients(grads, ctx.options, ctx.lse)]
+        head, wanted, counted = Head(hidden_NH, weight_VH, bias), ctx.wanted, CountedTokens(index, ctx.tokens)
+        wanted_grads = [counted.take(grad) for grad in wanted_gradients(grads, ctx.options, ctx.lse)]
         upstream, options = ctx.vocabulary.upstream(saved, wanted_grads, ctx.options, ctx.sizes)
         left = None
         if head.dtype == torch.float16 and head.tokens and head.vocab:
@@ -107,7 +107,7 @@ class LinearLogprobs(torch.autograd.Function):
         how = BackwardOptions(ctx.block_bytes, ctx.vocabulary is not WHOLE, index is not None)
         made = linear_logprobs_bwd(head, upstream, kept_NV, options, wanted, how)
         of_hidden = ctx.vocabulary.sum_hidden(made.dx_NH, left) if wanted.want_hidden else None
-        return *head_gradients(made[:3], wanted, (of_hidden, left), places, head.dtype), None, None, None
+        return *head_gradients(made[:3], wanted, (of_hidden, left), counted, head.dtype), None, None, None
 
 
 def of_no_column(head: Head, ids_NK: Tensor, options: LogprobOptions) -> RowResults:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from tigon.ops import products
+from tigon.ops.head.block_loop import BlockPlan
 from tigon.ops.head.chunks import TILE, even_chunk
-from tigon.ops.head.loop import BlockPlan
 
 _MOST_TOKENS = 32768
 _BLOCK_LOGIT_TOKENS = 2048

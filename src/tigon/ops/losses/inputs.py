@@ -253,8 +253,8 @@ def tokens_that_count(labels: Tensor, counts: Callable[[], Tensor], *, wait_pays
     return worth_gathering(counts_N.nonzero().squeeze(1), counts_N.numel())
 
 
-class Places(NamedTuple):
-    """The tokens that count, among all tokens of a call."""
+class CountedTokens(NamedTuple):
+    """The tokens that are not ignored, among all tokens of a call."""
 
     index_N: Tensor | None
     """Their flat positions; None for all."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.losses.inputs import Places
+from tigon.ops.losses.inputs import CountedTokens
 from tigon.ops.losses.logprob_inputs import LogprobInputs, LogprobOptions
 
 # N tokens, K ids of a token, J largest logits of a token.
@@ -115,18 +115,18 @@ class Results(NamedTuple):
     topk_logprob_NJ: Tensor
     topk_ids_NJ: Tensor
 
-    def spread(self, places: Places, options: LogprobOptions, *, lse: bool) -> Results:
+    def spread(self, counted: CountedTokens, options: LogprobOptions, *, lse: bool) -> Results:
         """The results of all tokens; what is not wanted stays empty."""
-        if places.index_N is None:
+        if counted.index_N is None:
             return self
         ignored = options.ignore_index
         return Results(
-            places.spread(self.logprob_NK, 0.0),
-            places.spread(self.lse_N, 0.0) if lse else self.lse_N,
-            places.spread(self.entropy_N, 0.0) if options.entropy else self.entropy_N,
-            places.spread(self.predicted_N, ignored) if options.predicted else self.predicted_N,
-            places.spread(self.topk_logprob_NJ, 0.0),
-            places.spread(self.topk_ids_NJ, ignored),
+            counted.spread(self.logprob_NK, 0.0),
+            counted.spread(self.lse_N, 0.0) if lse else self.lse_N,
+            counted.spread(self.entropy_N, 0.0) if options.entropy else self.entropy_N,
+            counted.spread(self.predicted_N, ignored) if options.predicted else self.predicted_N,
+            counted.spread(self.topk_logprob_NJ, 0.0),
+            counted.spread(self.topk_ids_NJ, ignored),
         )
 
     def public(self, given: LogprobInputs) -> Tensor | Logprobs:

@@ -20,7 +20,7 @@ from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork, Weight
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.sharding import are_drawn_in_place, fit_whole
 
 
@@ -213,7 +213,7 @@ def drawn_whole(request: Request) -> bool:
 
 def computed_in_16_bits(settings: Settings) -> Settings:
     """ZeRO and FSDP2 run layers on 16-bit weights without autocast."""
-    return settings.having({"train.precision": "bf16"}) if format_of(settings).autocast is not None else settings
+    return settings.having({"train.precision": "bf16"}) if number_format(settings).autocast is not None else settings
 
 
 def share(nbytes: int, gpus: int) -> int:

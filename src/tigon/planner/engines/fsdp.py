@@ -30,7 +30,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.sharding import shard_ranks
 from tigon.units import in_bytes
 
@@ -53,7 +53,7 @@ class Fsdp(Engine):
     @property
     def _widening(self) -> int:
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
-        return 2 if format_of(self.settings).autocast is not None else 1
+        return 2 if number_format(self.settings).autocast is not None else 1
 
     def _widening_of(self, weight: Weight) -> int:
         """That of one weight. Beside weights in 4 bits, frozen ones are loaded in the dtype of the matmuls."""
@@ -215,7 +215,7 @@ class Fsdp(Engine):
         if request.model in PRESETS:
             return notes
         gpus = self.settings.sharding.gpus
-        whole_gib = gpus * format_of(self.settings).weights.itemsize * sum(w.numel for w in model.weights) / 2**30
+        whole_gib = gpus * number_format(self.settings).weights.itemsize * sum(w.numel for w in model.weights) / 2**30
         return (
             *notes,
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "

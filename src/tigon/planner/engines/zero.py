@@ -33,7 +33,7 @@ from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.deepspeed_config import gathers_layers
 from tigon.techniques.sharding.sharding import are_read_in_parts
 from tigon.techniques.technique import RunInfo
@@ -87,7 +87,7 @@ class _Zero(Engine):
 
     @property
     def _mixed(self) -> bool:
-        return format_of(self.settings).autocast is not None
+        return number_format(self.settings).autocast is not None
 
     @property
     def _optimizer_itemsize(self) -> int:
@@ -96,7 +96,7 @@ class _Zero(Engine):
         The copy is bf16 if the whole run is bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups).
         stage3.py never takes its case without a copy, because it compares a device with a device's name.
         """
-        return format_of(self.settings).weights.itemsize
+        return number_format(self.settings).weights.itemsize
 
     @property
     def _offloads(self) -> bool:
@@ -168,7 +168,7 @@ class _Zero(Engine):
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         hidden = model.lm_head_shape[1]
-        return max(hidden**2, 2**16) * format_of(self.settings).products.itemsize
+        return max(hidden**2, 2**16) * number_format(self.settings).compute_dtype.itemsize
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         # temp_grad_buffer_for_gpu_offload has the length of the largest weight

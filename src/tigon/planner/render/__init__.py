@@ -2,7 +2,7 @@
 
 terminal.py     text and JSON
 json_names.py   the names of the techniques' keys in the JSON
-explain.py      `--explain`: the formula of each number
+explain.py      `--explain`: the terms of each number
 charts.py       `--plot`: memory by batch and by sequence
 as_recipe.py    the recipe that runs the plan
 """

@@ -9,7 +9,7 @@ from tigon.objectives.rules.post_training import generator_obstacle
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 
 HALF, FP32 = 2, 4
 SAMPLED_COPIES = 3
@@ -28,7 +28,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         return
     samples = request.batch * request.settings.train.gradient_accumulation
     uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
-    itemsize = format_of(request.settings).products.itemsize
+    itemsize = number_format(request.settings).compute_dtype.itemsize
     if uses_generator:  # its pool keeps all tokens of a layer with a window too
         prompts = -(-samples // generation.per_prompt)
         room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
@@ -39,7 +39,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
         tokens = generation.prompt_tokens + generation.new_tokens
         cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
-    under_autocast = format_of(request.settings).autocast is not None
+    under_autocast = number_format(request.settings).autocast is not None
     ledger.enter("forward")
     held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
     if under_autocast:

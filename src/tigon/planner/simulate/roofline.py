@@ -16,7 +16,7 @@ allow at most 5e-6. For two runs of 4 x 1024 tokens from another day it predicts
 `Gpu.host_s` is the time of the hosts of one kind of GPU. They differ by a third."""
 LAUNCH_S = 2e-6
 """Seconds from the end of one kernel to the start of the next."""
-PRODUCT_SHARE = 0.93
+MATMUL_EFFICIENCY = 0.93
 """Share of the measured matmul rate that a model's products reach; they are smaller than the 8192³ product measured."""
 COPY_SHARE = 0.80
 """Share of the bandwidth of a large copy that elementwise kernels reach."""
@@ -27,9 +27,10 @@ def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, engine_calls: int = 
     cost = SegmentCost(moved_bytes=copied_bytes)
     for segment in tape.segments:
         cost.add(segment.cost)
-    products_s = cost.flops / (gpu.matmul_flops * PRODUCT_SHARE) + cost.fp32_flops / (gpu.fp32_flops * PRODUCT_SHARE)
+    products_s = cost.flops / (gpu.matmul_flops * MATMUL_EFFICIENCY)
+    products_s += cost.fp32_flops / (gpu.fp32_flops * MATMUL_EFFICIENCY)
     if cost.fp8_flops:
-        products_s += cost.fp8_flops / (gpu.fp8_flops * PRODUCT_SHARE)
+        products_s += cost.fp8_flops / (gpu.fp8_flops * MATMUL_EFFICIENCY)
     moved_s = cost.moved_bytes / (gpu.copy_bytes_s * COPY_SHARE)
     device_s = products_s + moved_s + cost.launches * LAUNCH_S
     return max(device_s, cost.host_calls * gpu.host_s + engine_calls * gpu.engine_s)

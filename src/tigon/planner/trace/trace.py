@@ -54,10 +54,10 @@ from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import TECHNIQUES, model_kernels, tiling
 from tigon.techniques.checkpointing import checkpointing, layer_checkpointing, layer_function
-from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.checkpointing.checkpointing import KEPT_OPS, every_n_layers, layer_states
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4, trained_dtype
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -209,7 +209,7 @@ def recorded(
                 stack.enter_context(attention_replaced(each, attend, mask))
         ignored = request.objective.ignored_labels(request.batch)
         stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=ignored))
-        if format_of(settings).autocast is not None:
+        if number_format(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
         if training:
@@ -227,7 +227,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     model = build(request.model, config)
     if settings.lora.quantize:
         on_dequantize = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
-        quantized_weights.quantize(model, settings, on_dequantize, format_of(settings).products)
+        quantized_weights.quantize(model, settings, on_dequantize, number_format(settings).compute_dtype)
     fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
@@ -453,7 +453,7 @@ class _Run:
         """A model's call as Accelerate wraps it."""
         if recorder.where != Where("forward"):
             recorder.mark(Where("forward"), "activations")
-        dtype = format_of(self.request.settings).autocast
+        dtype = number_format(self.request.settings).autocast
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
             outputs = forward()
         logits = getattr(outputs, "logits", None)
@@ -466,16 +466,15 @@ class _Run:
         if kind == "none":
             return
         contexts = functools.partial(self._contexts, selective=kind == "selective")
-        if layer_checkpointing.is_by_layer(kind):
+        if states := layer_states(kind, len(decoder_layers(self.model))):
             recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
-            states = layer_checkpointing.states_of(kind, len(decoder_layers(self.model)))
             layer_checkpointing.apply(self.model, states, recompute)
             return
         if kind == checkpointing.KEPT_ON_HOST:
             layer_function.enable(self.model)
             layer_function.replace_function(self.model, TracedLayers(self.recorder, self._recomputation))
             return
-        layer_function.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+        layer_function.enable(self.model, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""

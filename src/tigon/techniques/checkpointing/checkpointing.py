@@ -50,6 +50,14 @@ def every_n_layers(checkpointing: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def layer_states(checkpointing: str, layers: int) -> list[str] | None:
+    """The state of each decoder layer for `every-N` and for counts such as `full:8,none:8`; None for other values."""
+    if every := every_n_layers(checkpointing):
+        return ["none" if at % every else "full" for at in range(layers)]
+    by_layer = layer_checkpointing.is_by_layer(checkpointing)
+    return layer_checkpointing.states_of(checkpointing, layers) if by_layer else None
+
+
 def selective_contexts() -> Any:
     """Returns the (forward, recompute) contexts that keep the results of `KEPT_OPS`.
 
@@ -100,11 +108,8 @@ def recompute_layers(model: PreTrainedModel, value: str, *, in_groups: bool = Fa
     """
     if value == "none":
         return lambda: None
-    if every := every_n_layers(value):
-        layers = range(len(decoder_layers(model)))
-        return layer_checkpointing.apply(model, ["none" if at % every else "full" for at in layers])
-    if value not in _WHOLE_LAYERS:
-        return layer_checkpointing.apply(model, layer_checkpointing.states_of(value, len(decoder_layers(model))))
+    if states := layer_states(value, len(decoder_layers(model))):
+        return layer_checkpointing.apply(model, states)
     attention = model.config._attn_implementation
     own_groups = value == KEPT_ON_HOST and not in_groups
     if own_groups and attention != "sdpa":

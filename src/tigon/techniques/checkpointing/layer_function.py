@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def enable(model: PreTrainedModel, every: int = 1, **options: Any) -> None:
+def enable(model: PreTrainedModel, **options: Any) -> None:
     """Switch transformers' checkpointing on. options: arguments for `torch.utils.checkpoint.checkpoint`.
 
-    transformers 5.23 renamed the method to activation_checkpointing_enable. Before 5.17 it lacks `every_n_layers`.
+    transformers 5.23 renamed the method to activation_checkpointing_enable.
     """
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     known = inspect.signature(switch).parameters
     name = next(name for name in known if name.endswith("checkpointing_kwargs"))
-    switch(**{name: {"use_reentrant": False, **options}}, **({"every_n_layers": every} if every > 1 else {}))
+    switch(**{name: {"use_reentrant": False, **options}})
 
 
 def replace_function(model: PreTrainedModel, function: Callable[..., Any]) -> int:

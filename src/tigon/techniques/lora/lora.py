@@ -17,7 +17,7 @@ from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPAC
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import adapter_targets
 from tigon.techniques.lora.four_bit_weights import let_fsdp_divide, shown_as_plain
-from tigon.techniques.precision import FORMATS, format_of
+from tigon.techniques.precision import NUMBER_FORMATS, number_format
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 if TYPE_CHECKING:
@@ -33,17 +33,17 @@ def frozen_dtype(settings: Settings) -> torch.dtype:
     that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
     weights to fp32 for FSDP2 under autocast, unless some are in 4 bits.
     """
-    formats = format_of(settings)
+    formats = number_format(settings)
     engine_chooses = settings.sharding.divides_states and not (settings.sharding.fsdp and settings.lora.quantize)
     if settings.lora.rank is None or settings.lora.base == "fp32" or engine_chooses:
         return formats.weights
-    return formats.products
+    return formats.compute_dtype
 
 
 def adapter_dtype(settings: Settings) -> torch.dtype:
     """Returns the dtype of the adapters while they are trained."""
     if settings.lora.adapter_dtype == "auto":
-        return format_of(settings).weights
+        return number_format(settings).weights
     return torch.bfloat16 if settings.lora.adapter_dtype == "bf16" else torch.float32
 
 
@@ -52,7 +52,7 @@ def trained_dtype(settings: Settings, name: str) -> torch.dtype:
 
     Modules that are trained whole, and DoRA's magnitudes, whose updates bf16 would round away, keep the run's dtype.
     """
-    return adapter_dtype(settings) if is_factor(name) else format_of(settings).weights
+    return adapter_dtype(settings) if is_factor(name) else number_format(settings).weights
 
 
 _FACTORS = ("lora_A.", "lora_B.", "lora_embedding_A.", "lora_embedding_B.")
@@ -148,7 +148,7 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
     assert settings.lora.rank is not None
     _keep_from_cpu_packing(model)
     if settings.sharding.fsdp:
-        let_fsdp_divide(model, format_of(settings).products, run_info.device)
+        let_fsdp_divide(model, number_format(settings).compute_dtype, run_info.device)
     targets = adapter_targets.targets_of(model, settings.lora.targets)
     task = _task(model)
     whole = [] if task == LANGUAGE else adapter_targets.head_modules(model)
@@ -168,7 +168,7 @@ def _adapters(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> 
     )
     with quiet_peft(), shown_as_plain(model):
         wrapped = peft.get_peft_model(
-            model, config, autocast_adapter_dtype=format_of(settings).weights == torch.float32
+            model, config, autocast_adapter_dtype=number_format(settings).weights == torch.float32
         )
     set_trained_dtypes(wrapped, settings)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
@@ -192,12 +192,12 @@ def _quantization(settings: Settings, run_info: RunInfo) -> Mapping[str, Any]:
     from tigon.techniques.lora import expert_quantizer, mxfp4_experts  # loads transformers
 
     if keeps_mxfp4(settings):
-        return {"quantization_config": mxfp4_experts.config(format_of(settings).products)}
+        return {"quantization_config": mxfp4_experts.config(number_format(settings).compute_dtype)}
     if settings.lora.quantize_to == "int8":
         return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     on_host = settings.lora.base_offload or settings.sharding.fsdp
     through = run_info.device if on_host else None
-    return {"quantization_config": expert_quantizer.config(format_of(settings).products, through)}
+    return {"quantization_config": expert_quantizer.config(number_format(settings).compute_dtype, through)}
 
 
 def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
@@ -222,7 +222,7 @@ _EXPERTS = Condition("lora.targets", "includes", EXPERTS)
 _SUBSPACE = Condition("lora.init", "starts with", SUBSPACE_INITS)
 _LOFTQ = Condition("lora.init", "is", LOFTQ)
 _DIFFERENCE = Condition("lora.init", "starts with", DIFFERENCE_INITS)
-_BF16_WEIGHTS = tuple(name for name, formats in FORMATS.items() if formats.weights == torch.bfloat16)
+_BF16_WEIGHTS = tuple(name for name, formats in NUMBER_FORMATS.items() if formats.weights == torch.bfloat16)
 _FP32_BASE, _QUANTIZE = Condition("lora.base", "is", "fp32"), Condition("lora.quantize", "is", True)
 _FP32_ADAPTERS = Condition("lora.adapter_dtype", "is", "fp32")
 _BF16_ADAPTERS = Condition("lora.adapter_dtype", "is", "bf16")

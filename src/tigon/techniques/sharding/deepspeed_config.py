@@ -13,7 +13,7 @@ from torch import nn
 from tigon._trunk import decoder_layers
 from tigon.errors import RecipeError
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import format_of
+from tigon.techniques.precision import number_format
 from tigon.techniques.technique import RunInfo
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def nvme_buffers(settings: Settings, run_info: RunInfo) -> dict[str, int]:
     at the first layer if there are fewer buffers than the layer's parameters and those it prefetches. It also fails if
     a buffer is smaller than the largest parameter (default 1e8 elements; Llama-3.2-1B's embedding has 262.7e6).
     """
-    itemsize = format_of(settings).products.itemsize
+    itemsize = number_format(settings).compute_dtype.itemsize
 
     def swapped(numels: list[int]) -> int:
         return sum(math.ceil(n / run_info.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)

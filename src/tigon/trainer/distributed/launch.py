@@ -117,7 +117,7 @@ def _waiting_message() -> Iterator[None]:
     who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
     fix = "for a run of one process, `unset RANK WORLD_SIZE`"
     message = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {fix}"
-    timer = threading.Timer(MEETING_S, signals.say, (message,))
+    timer = threading.Timer(MEETING_S, signals.write_stderr, (message,))
     timer.daemon = True
     timer.start()
     try:
@@ -178,24 +178,26 @@ def _end_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(LOOK_S)
     # A system timer, in case this thread cannot continue: while Python exits, or if nothing reads stderr.
-    signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_S + signals.NOTING_S)
-    if not signals.is_ending():  # another process may have noticed first, and stopped this one through the all-reduce
+    signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_S + signals.HANDLER_GRACE_S)
+    # Another process may have noticed first, and stopped this one through the all-reduce.
+    if not signals.stop_requested():
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SHUTDOWN_S)
-    signals.say(
+    signals.write_stderr(
         f"process {rank()} of {world_size()}: ended, because its launcher is gone and it did not end within "
         f"{SHUTDOWN_S} s of SIGTERM"
     )
     os._exit(signals.EXIT_OFFSET + signal.SIGTERM)
 
 
-def shutdown_distributed(*, together: bool = False) -> None:
+def shutdown_distributed(*, on_every_rank: bool = False) -> None:
     """Destroy the process group, which avoids PyTorch's warning at exit.
 
-    together: First wait for all processes, because a launcher ends the others when the first one exits.
+    on_every_rank: Every process calls this, so wait for all of them first. Otherwise a launcher would end the others
+        when the first one exits.
     """
     if distributed.is_initialized():
-        if together:
+        if on_every_rank:
             distributed.barrier()
         distributed.destroy_process_group()
 

@@ -31,24 +31,24 @@ import torch
 from torch import distributed
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
-NOTING_S = 1  # time for the handler to run, which takes microseconds if it can
+HANDLER_GRACE_S = 1  # time for the handler to run, which takes microseconds if it can
 EXIT_OFFSET = 128  # the shells' convention: 130 after SIGINT, 143 after SIGTERM
 
 
 class Stopped(Exception):
     """A signal ended a run after a step. No file is half-written."""
 
-    def __init__(self, number: int, step: int, kept: str, *, together: bool) -> None:
+    def __init__(self, number: int, step: int, kept: str, *, on_every_rank: bool) -> None:
         """Make the exception of a signal.
 
         Args:
             number: The signal.
             step: The last step.
             kept: The part of the message that says what was saved.
-            together: Whether every process raises it.
+            on_every_rank: Whether every process raises it.
         """
         super().__init__(f"stopped by {signal_name(number)} after step {step}; {kept}")
-        self.exit_code, self.together = EXIT_OFFSET + number, together
+        self.exit_code, self.on_every_rank = EXIT_OFFSET + number, on_every_rank
 
 
 class Terminated(KeyboardInterrupt):
@@ -81,8 +81,8 @@ def _listen(receiver: socket.socket, on_signal: Callable[[int], None]) -> None:
 def sigterm_interrupts() -> Iterator[None]:
     """Inside the block, SIGTERM raises Terminated, so that files are closed and messages printed.
 
-    If the process is one of several and is blocked in a call, a thread ends it, also after Ctrl-C: the peer of its
-    collective may have ended.
+    If one of several processes is blocked in a call, a thread ends it on SIGTERM or Ctrl-C, because its peer may be
+    gone.
 
     Raises:
         SystemExit: The block raised Terminated.
@@ -94,9 +94,9 @@ def sigterm_interrupts() -> Iterator[None]:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def end_if_blocked(number: int) -> None:
-        time.sleep(NOTING_S)
-        if not handled and not _alone():
-            say(f"{signal_name(number)}: ended in a call that did not return")
+        time.sleep(HANDLER_GRACE_S)
+        if not handled and not _is_single_process():
+            write_stderr(f"{signal_name(number)}: ended in a call that did not return")
             os._exit(EXIT_OFFSET + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -122,13 +122,13 @@ class StopRequest:
     It has no effect outside of the main thread.
     """
 
-    def __init__(self, *, speaks: bool = True) -> None:
-        """speaks: Confirm the signal on stderr; only the main process does."""
+    def __init__(self, *, confirms: bool = True) -> None:
+        """confirms: Confirm the signal on stderr; only the main process does."""
         self.number = 0
         """The signal that came; 0: none."""
-        self.promise = "saving at the end of this step"
+        self.confirmation = "saving at the end of this step"
         """The text of the confirmation."""
-        self._speaks = speaks
+        self._confirms = confirms
         self._before: dict[int, Any] = {}
         self._listener: _SignalListener | None = None
         self._n_signals = 0
@@ -137,11 +137,11 @@ class StopRequest:
         return self
 
     def listen(self) -> None:
-        global _listening
+        global _last_request
         if threading.current_thread() is threading.main_thread():
-            _listening = self
-            self._listener = _SignalListener(self._on_signal)
-            self._before = {number: signal.signal(number, self._store) for number in SIGNALS}
+            _last_request = self
+            self._listener = _SignalListener(self._on_signal_in_thread)
+            self._before = {number: signal.signal(number, self._handler) for number in SIGNALS}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
@@ -149,46 +149,46 @@ class StopRequest:
         if self._listener is not None:
             self._listener.close()
 
-    def _store(self, number: int, frame: FrameType | None) -> None:
+    def _handler(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
-    def _on_signal(self, number: int) -> None:
-        """Confirm the first signal. End the process at the second if no handler could run. Called in a thread."""
+    def _on_signal_in_thread(self, number: int) -> None:
+        """Confirm the first signal. End the process at the second if no handler could run."""
         self._n_signals += 1
-        if self._n_signals == 1 and self._speaks:
-            say(f"{signal_name(number)}: {self.promise}; a second signal ends the run at once")
+        if self._n_signals == 1 and self._confirms:
+            write_stderr(f"{signal_name(number)}: {self.confirmation}; a second signal ends the run at once")
         elif self._n_signals > 1:
-            time.sleep(NOTING_S)
+            time.sleep(HANDLER_GRACE_S)
             if not self.number:
                 os._exit(EXIT_OFFSET + number)
 
     def signal_in_any_process(self) -> int:
         """The signal that any process has received; 0: none. Every process has to call it at the same point."""
-        if _alone():
+        if _is_single_process():
             return self.number
         signal_number = torch.tensor([self.number])  # on the CPU, so that the host does not wait for the GPU
         distributed.all_reduce(signal_number, op=distributed.ReduceOp.MAX)
         number = int(signal_number)
-        if number:  # keep a signal that came during the all-reduce for the next call
+        if number:  # if no process has a signal, do not overwrite one that came during the all-reduce
             self.number = number
         return number
 
 
-_listening: StopRequest | None = None
+_last_request: StopRequest | None = None
 
 
-def is_ending() -> bool:
+def stop_requested() -> bool:
     """Whether this process knows of a signal, its own or another process's, so that a further one ends it at once."""
-    return _listening is not None and _listening.number != 0
+    return _last_request is not None and _last_request.number != 0
 
 
-def _alone() -> bool:
+def _is_single_process() -> bool:
     return not distributed.is_initialized() or distributed.get_world_size() == 1
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a line to stderr, by os.write, because print may be what the signal interrupted. Errors are ignored."""
     with suppress(OSError):
         os.write(2, f"\ntigon: {text}\n".encode())
@@ -204,8 +204,8 @@ def ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_children() -> None:
-    """Kill the data loader processes, because Python would wait at exit for one that hangs.
+def kill_child_processes() -> None:
+    """Kill all multiprocessing children, data loaders and others. At exit, Python would wait for one that hangs.
 
     PyTorch's SIGCHLD handler raises an error when one of them dies, so it is disabled meanwhile.
     """

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from tigon.recipe.keys import Recipe
 
-FILE = "lm_eval.json"
-INSTALL = "pip install 'lm_eval>=0.4.4'"
+_RESULTS_FILE = "lm_eval.json"
+_INSTALL_COMMAND = "pip install 'lm_eval>=0.4.4'"
 _KEY = "eval.lm_eval"
 
 
-def check(tasks: Sequence[str]) -> None:
+def check_tasks(tasks: Sequence[str]) -> None:
     """Check before the run that every task can be found.
 
     Raises:
-        RecipeError: The package is not installed, or there is no such task.
+        RecipeError: The package is not installed, a `.yaml` file does not exist, or there is no such task.
     """
     if not tasks:
         return
     if importlib.util.find_spec("lm_eval") is None:
-        raise RecipeError(f"{_KEY} needs lm-evaluation-harness, not installed here: {INSTALL}")
+        raise RecipeError(f"{_KEY} needs lm-evaluation-harness, not installed here: {_INSTALL_COMMAND}")
     files = [task for task in tasks if task.endswith((".yaml", ".yml"))]
     for file in files:
         if not Path(file).is_file():
@@ -51,20 +51,23 @@ def check(tasks: Sequence[str]) -> None:
         )
 
 
-def evaluate(
+def compute_metrics(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], limit: int | None, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Run the tasks.
+    """Run the tasks, and return their metrics.
 
     Args:
         model: The trained model.
         tokenizer: Its tokenizer.
         tasks: Names of tasks, or `.yaml` files.
-        limit: Rows of each task; None: all.
-        batch_size: Rows of a batch.
+        limit: Samples per task; None means all.
+        batch_size: Sequences per batch.
 
     Returns:
         The metrics of each task, by task and metric: `{"hellaswag": {"acc,none": 0.31, ...}}`.
+
+    Raises:
+        RecipeError: A task's `.yaml` file cannot be read.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -76,17 +79,17 @@ def evaluate(
             device = str(next(model.parameters()).device)
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
             options = {"limit": limit, "log_samples": False, "bootstrap_iters": 1000}
-            found = simple_evaluate(model=wrapped, tasks=[_task(task) for task in tasks], **options)
+            lm_eval_output = simple_evaluate(model=wrapped, tasks=[_load_task(task) for task in tasks], **options)
     finally:
         model.train(was_training)
-    results: Mapping[str, Mapping[str, Any]] = (found or {}).get("results", {})
+    results: Mapping[str, Mapping[str, Any]] = (lm_eval_output or {}).get("results", {})
     return {
         task: {name: float(value) for name, value in row.items() if "," in name and _is_number(value)}
         for task, row in results.items()
     }
 
 
-def run_tasks(
+def evaluate_and_save(
     run: RunFolder,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -95,7 +98,7 @@ def run_tasks(
 ) -> dict[str, dict[str, float]] | None:
     """Run the tasks of `eval.lm_eval`, write their results to lm_eval.json, and print them.
 
-    A task that fails does not cost the run its model: the reason is printed, and None is returned.
+    If a task fails, the reason is printed, None is returned, and the run continues.
 
     Args:
         run: The run folder.
@@ -109,19 +112,19 @@ def run_tasks(
         return None
     announce(f"lm_eval  {', '.join(options.lm_eval)} ...")
     try:
-        results = evaluate(model, tokenizer, options.lm_eval, options.lm_eval_limit, recipe.train.batch_size)
+        results = compute_metrics(model, tokenizer, options.lm_eval, options.lm_eval_limit, recipe.train.batch_size)
     except Exception as error:  # for example a data set that cannot be downloaded; the package raises many kinds
         reason = " ".join(str(error).split())[:300]
         announce(f"warning  eval.lm_eval failed: {type(error).__name__}: {reason}")
         return None
-    run.write_json(FILE, results)
-    for task, metric, value, deviation in rows_of(results):
-        margin = "" if deviation is None else f" (standard error {deviation:.4f})"
+    run.write_json(_RESULTS_FILE, results)
+    for task, metric, value, standard_error in metric_rows(results):
+        margin = "" if standard_error is None else f" (standard error {standard_error:.4f})"
         announce(f"lm_eval  {task}: {metric} {value:.4f}{margin}")
     return results
 
 
-def rows_of(results: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float, float | None]]:
+def metric_rows(results: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, float, float | None]]:
     """(task, metric, value, standard error) of every metric, for the console and the report."""
     rows = []
     for task, metrics in results.items():
@@ -134,7 +137,7 @@ def rows_of(results: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, 
     return rows
 
 
-def _task(task: str) -> Any:
+def _load_task(task: str) -> Any:
     """The config of a task in a file; a name unchanged."""
     if not task.endswith((".yaml", ".yml")):
         return task

@@ -25,7 +25,7 @@ from tigon.data.packing import Sample
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.precision import FORMATS, format_of
+from tigon.techniques.precision import NUMBER_FORMATS, number_format
 from tigon.trainer.distributed import launch
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def joined(before: Sample, document: Sample) -> Sample:
 
 def eps_of(settings: Settings, *, tf32: bool) -> float:
     """The rounding of a product's factors in this run."""
-    formats = format_of(settings)
-    eps = _TF32 if tf32 and formats.products == torch.float32 else formats.eps
+    formats = number_format(settings)
+    eps = _TF32 if tf32 and formats.compute_dtype == torch.float32 else formats.eps
     if settings.lora.quantize and settings.lora.quantize_to == "int8":  # which also rounds the other factor
         return max(eps, _INT8)
     return eps
@@ -116,4 +116,4 @@ def rounding(eps: float, layers: int, n_tokens: int, loss: float) -> float:
     of their mean are 4 · eps · sqrt(layers / tokens). The softmax and the sum of the losses are in fp32 in every run,
     and are off by some units in the last place of the loss.
     """
-    return 4 * eps * math.sqrt(max(layers, 1) / n_tokens) + 64 * FORMATS["fp32"].eps * max(1.0, loss)
+    return 4 * eps * math.sqrt(max(layers, 1) / n_tokens) + 64 * NUMBER_FORMATS["fp32"].eps * max(1.0, loss)

@@ -38,7 +38,7 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
     if at_limit := system_limits.words(error):
         return RunFolderError(f"{run.path}: {at_limit}, then {_again(run, command)}")
     if _worker_is_lost(error):
-        signals.end_children()
+        signals.kill_child_processes()
         return ProcessError(
             f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
             f"continue with `{command} --resume`; add --set train.workers=0 if it happens again"

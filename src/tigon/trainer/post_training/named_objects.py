@@ -33,7 +33,7 @@ def load_object(key: str, name: str, *, form: str = "module:function", example: 
     try:
         module = importlib.import_module(where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise RecipeError(f"{key}: {name}: the module cannot be imported: {in_short(error)}") from error
+        raise RecipeError(f"{key}: {name}: the module cannot be imported: {one_line(error)}") from error
     found: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(found):
         file = getattr(module, "__file__", None) or where
@@ -41,7 +41,7 @@ def load_object(key: str, name: str, *, form: str = "module:function", example: 
     return found
 
 
-def in_short(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 

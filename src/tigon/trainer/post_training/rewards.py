@@ -13,7 +13,7 @@ import torch
 
 from tigon.errors import RecipeError
 from tigon.objectives.post_training.reward_entries import KEY, RewardEntry
-from tigon.trainer.post_training.named_objects import in_short, load_object, place_of
+from tigon.trainer.post_training.named_objects import load_object, one_line, place_of
 
 Function = Callable[..., list[float | None]]
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
@@ -54,7 +54,7 @@ def _checked(entry: RewardEntry, function: Callable[..., Any], *, several: bool,
         try:
             rewards = function(completions=completions, **{**columns, **entry.arguments})
         except (Exception, SystemExit) as error:
-            raise RecipeError(f"{named} failed: {in_short(error)}{place_of(error)}") from error
+            raise RecipeError(f"{named} failed: {one_line(error)}{place_of(error)}") from error
         if not isinstance(rewards, list) or len(rewards) != len(completions):
             count = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
             raise RecipeError(
@@ -105,7 +105,7 @@ def _check_parameters(entry: RewardEntry, function: Callable[..., Any], columns:
         try:
             function(**{**nothing, **entry.arguments})
         except Exception as error:
-            words = str(error) if isinstance(error, RecipeError) else in_short(error)
+            words = str(error) if isinstance(error, RecipeError) else one_line(error)
             raise RecipeError(f"{KEY}: {entry.function}: {words}") from error
 
 

@@ -27,7 +27,7 @@ from tigon.trainer.model import load_config
 from tigon.trainer.post_training.completions import CompletionLog
 from tigon.trainer.post_training.reward_stop import RewardStop
 from tigon.trainer.post_training.rewards import load_rewards
-from tigon.trainer.post_training.tools import load_environment, load_tools
+from tigon.trainer.post_training.tools_and_environments import load_environment, load_tools
 from tigon.trainer.setup import Setup, TrainingData
 
 if TYPE_CHECKING:

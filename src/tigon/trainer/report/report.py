@@ -28,7 +28,7 @@ from tigon.report.chart import drawn_twice
 from tigon.report.table import Table
 from tigon.trainer import model as models
 from tigon.trainer.evaluation.generations import texts_of
-from tigon.trainer.evaluation.harness import rows_of
+from tigon.trainer.evaluation.harness import metric_rows
 from tigon.trainer.folder import run_folder
 from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
@@ -117,7 +117,7 @@ def _measured(
     if "throughput" in drawn:
         yield from (Heading("Throughput and memory"), ChartImage("throughput", "tokens/s and memory over steps"))
         yield Paragraph(_MEMORY_ON_GPU if on_gpu else _MEMORY_ON_CPU)
-    if tasks := rows_of(summary.get("lm_eval") or {}):
+    if tasks := metric_rows(summary.get("lm_eval") or {}):
         rows = [
             (task, metric, f"{value:.4f}", "" if deviation is None else f"{deviation:.4f}")
             for task, metric, value, deviation in tasks

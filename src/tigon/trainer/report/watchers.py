@@ -108,6 +108,6 @@ def final_figures(run: RunFolder, outcome: Mapping[str, Any]) -> dict[str, float
     figures["final/memory_peak_bytes"] = max((record["memory_peak_bytes"] for record in train), default=None)
     for kind, values in (outcome["memory"] or {}).items():
         figures[f"final/{kind}_peak_allocated_bytes"] = values["peak_allocated_bytes"]
-    for task, metric, value, _ in harness.rows_of(outcome["lm_eval"] or {}):
+    for task, metric, value, _ in harness.metric_rows(outcome["lm_eval"] or {}):
         figures[f"lm_eval/{task}/{metric}"] = value
     return {name: float(value) for name, value in figures.items() if value is not None}
