@@ -77,8 +77,10 @@ def _find(name: str) -> TrainedModel:
         raise UsageError(f"{name} is not a folder, and {there}; give the folder of a run, or a checkpoint.")
     if is_hub_id(name):
         return TrainedModel(weights=name, tokenizer=name)
+    known = name if name and (RUNS / name).is_dir() else "run"
     raise UsageError(
-        f"{name!r} is not a folder or a hub id (owner/model); give a run folder such as runs/run, or a checkpoint."
+        f"{name!r} is not a folder or a hub id (owner/model); give a run folder such as {RUNS / known}, or a "
+        "checkpoint."
     )
 
 

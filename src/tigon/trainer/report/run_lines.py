@@ -50,6 +50,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *([f"layers   {'; '.join(map(str, prepared.layer_paths))}"] if prepared.layer_paths else []),
         f"data     {recipe.data.source_names}: {counts}",
         *prepared.rows_line,
+        *_kept_line(prepared),
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
         f"memory   {techniques}",
@@ -76,6 +77,15 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         console.out(line)
     for row in prepared.shown:
         preview.print_row(console, row, prepared.tokenizer)
+
+
+def _kept_line(prepared: Prepared) -> list[str]:
+    """How many rows the model does not learn. With few rows, a kept one may be the only one that has a fact."""
+    kept, data = prepared.data["held_out_documents"], prepared.recipe.data
+    if not kept or not prepared.rows_line or data.eval_source:
+        return []
+    of = kept + prepared.data["documents"]
+    return [f"         {kept:,} of {of:,} rows kept for evaluation, not learned; data.eval_fraction: 0 learns all"]
 
 
 def _adapters_line(prepared: Prepared) -> tuple[str, ...]:
