@@ -317,7 +317,8 @@ def test_reference_is_divided_as_the_model_is_or_held_whole(engine):
     )
     (whole,) = (model_weights(one).weight_bytes for one in asked("dpo", shape=shape, precision="bf16").frozen())
     parts = 2 if engine.get("fsdp") or engine.get("zero") == 3 else 1
-    assert found.phases["save"] - alone.phases["save"] == pytest.approx(whole / parts, rel=0.06)
+    # An optimizer state may take a block that loading freed, which is up to 1 MiB larger and not split.
+    assert found.phases["save"] - alone.phases["save"] == pytest.approx(whole / parts, rel=0.06, abs=2**20)
 
 
 # --- refusals and the search ------------------------------------------------------------------------------------------

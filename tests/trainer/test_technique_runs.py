@@ -478,9 +478,12 @@ def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(settings, free_byt
 @pytest.mark.parametrize("name", PRESETS)
 def test_weights_drawn_module_by_module_have_the_same_distribution(name):
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
-    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    latent = "kv_lora_rank" in PRESETS[name]  # its keys and values are computed for each head
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4 if latent else 2}
     small |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
+    small |= {"layer_types": PRESETS[name]["layer_types"][2:4]} if "layer_types" in PRESETS[name] else {}
     small |= {token: 0 for token in ("pad_token_id", "bos_token_id", "eos_token_id") if token in PRESETS[name]}
+    small |= {"pad_token_id": 0} if name.startswith("kimi") else {}  # the config's own is beyond 512
     model = ModelConfig(name=name, config=small, attention="eager")
     config = models.load_config(model)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -495,13 +498,17 @@ def test_weights_drawn_module_by_module_have_the_same_distribution(name):
     for key, want in whole.items():
         got = drawn[key]
         if want.ndim == 1 and want.unique().numel() > 1:  # drawn, but too few numbers for a distribution
-            assert 0 < float(got.detach().abs().max()) < 6 * config.initializer_range, key
+            # The decay of a gated delta rule (A_log) is the logarithm of a uniform number, not a normal one.
+            most = max(6 * config.initializer_range, 3 * float(want.detach().abs().max()))
+            assert 0 < float(got.detach().abs().max()) < most, key
         elif want.ndim == 1:
             assert torch.equal(got, want), key
         else:
-            assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=0.1), key
+            rel = max(0.1, 4 / want.numel() ** 0.5)  # the gate of a shared expert has 64 numbers
+            assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=rel), key
             assert torch.equal((got == 0).all(1), (want == 0).all(1)), f"{key}: the padding's row"
-            assert abs(float(got.detach().mean())) < 0.1 * float(want.detach().std()) + 1e-3, key
+            apart = abs(float(got.detach().mean() - want.detach().mean()))
+            assert apart < rel * float(want.detach().std()) + 1e-3, key
 
 
 SMALL_EXPERTS = {

@@ -495,23 +495,35 @@ def _drawn(
     """
     built = _undrawn(model, config, dtype, device)
     built.tie_weights()
-    moves, copies = through != device, _draws_into_copies()
+    rules, scratch = inspect.getsource(type(built)._init_weights), through if through != device else None
     drawn: set[int] = set()
     with torch.no_grad():
         for module in built.modules():
             undrawn = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
             drawn.update(map(id, undrawn))  # a tied weight is drawn once, by its embedding, which zeroes a padding row
-            targets = [(parameter, parameter.data) for parameter in undrawn]
-            for parameter, target in targets if moves or copies else ():
-                dtype_of_draw = torch.float32 if copies else target.dtype
-                parameter.data = torch.zeros_like(target, device=through, dtype=dtype_of_draw)
-            if targets:
-                built._init_weights(module)
-            for parameter, target in targets if moves or copies else ():
-                parameter.data = target.copy_(parameter.data)
-    if moves and through.type == "cuda":
+            if undrawn:
+                _draw_module(built, module, undrawn, scratch)
+        for module in built.modules():
+            # Qwen3-Next's block of experts draws the weight of its router, which the router itself leaves at 0.
+            if type(module).__name__ in rules and not module._parameters:
+                children = [weight for child in module.children() for weight in child.parameters(recurse=False)]
+                _draw_module(built, module, children, scratch, keeps=True)
+    if scratch and scratch.type == "cuda":
         torch.cuda.empty_cache()  # releases the memory of the largest module
     return built
+
+
+def _draw_module(
+    built: Any, module: Any, weights: Sequence[Any], through: torch.device | None, *, keeps: bool = False
+) -> None:
+    """Let transformers draw a module's weights, on `through` if it is given. keeps: weights without a rule stay."""
+    copies, targets = _draws_into_copies(), [(weight, weight.data) for weight in weights]
+    for weight, target in targets if through or copies else ():
+        device, dtype = through or target.device, torch.float32 if copies else target.dtype
+        weight.data = target.to(device, dtype) if keeps else torch.zeros_like(target, device=device, dtype=dtype)
+    built._init_weights(module)
+    for weight, target in targets if through or copies else ():
+        weight.data = target.copy_(weight.data)
 
 
 @functools.cache
