@@ -80,7 +80,7 @@ def positions(tokens: int, documents: int, device: torch.device) -> Tensor:
 
 
 def bounds_of(positions_1T: Tensor) -> Tensor:
-    """Where the documents begin, and the end of the last."""
+    """Returns the index of the first token of each document, and the number of all tokens."""
     begins = (positions_1T[0] == 0).nonzero().flatten()
     return torch.cat((begins, begins.new_tensor([positions_1T.numel()]))).int()
 

@@ -29,7 +29,7 @@ from tigon.models.loading.config import load_config
 
 STEPS, WARM_UPS = 6, 2
 LAYERS = 8
-"""Of the models whose adapters are trained."""
+"""The layers of the models whose adapters are trained."""
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
