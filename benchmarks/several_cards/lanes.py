@@ -23,6 +23,8 @@ AHEAD = 6
 """Processes per card that import at the same time, so that most rows wait for no import."""
 SLOW = 3
 """A row is ended after this many times the seconds it is expected to take."""
+LEAST_S = 40.0
+"""A row gets at least this long once its processes have imported, which takes a minute on a busy machine."""
 
 
 class Lane:
@@ -60,7 +62,7 @@ class Lane:
         with self.workers.carry_out(order, log, processes=row.cards) as group:
             if self.workers.n_ready < min(ahead, len(self.cards)):
                 self.workers.prepare(ahead - self.workers.n_ready)
-            code = group.wait(max(1.0, limit_s - (time.monotonic() - began_s)))
+            code = group.wait(max(LEAST_S, limit_s - (time.monotonic() - began_s)))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
         ended = None
         if len(outputs) < row.cards:
