@@ -7,6 +7,7 @@ matrices are holes of the file, which read as 0.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -58,7 +59,7 @@ def _write(model: ModelConfig, folder: Path, dense_layers: int) -> None:
     built = models.without_data(config)
     files = _files(models.shapes_of(built))
     tile = (torch.randn(TILE, generator=torch.Generator().manual_seed(0)) * STD).to(torch.bfloat16)
-    data = memoryview(tile.view(torch.uint8).numpy())
+    data = _bytes(tile)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda file: _write_file(folder / file, files[file], data, dense_layers), files))
     index = {name: file for file, shapes in files.items() for name in shapes}
@@ -84,18 +85,20 @@ def _layer(name: str) -> int | None:
 
 def _write_file(path: Path, shapes: Shapes, data: memoryview, dense_layers: int) -> None:
     """A file of bf16 tensors in safetensors' format: the length of the header, the header, the tensors."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    ends = list(itertools.accumulate((2 * math.prod(shape) for shape in shapes.values()), initial=0))
+    places = dict(zip(shapes, itertools.pairwise(ends), strict=True))
+    header = {
+        name: {"dtype": "BF16", "shape": list(shape), "data_offsets": list(places[name])}
+        for name, shape in shapes.items()
+    }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         begin = file.tell()
-        file.truncate(begin + end)
+        file.truncate(begin + ends[-1])
         file.flush()
-        for name, (at, stop) in ((name, one["data_offsets"]) for name, one in header.items()):
+        for name, (at, stop) in places.items():
             for offset, part in _parts(name, shapes[name], stop - at, data, dense_layers):
                 os.pwrite(file.fileno(), part, begin + at + offset)
 
@@ -106,8 +109,12 @@ def _parts(
     """Pieces of a tensor that are not 0, with their places in it."""
     if len(shape) == 1:
         if name.endswith("norm.weight"):
-            yield 0, memoryview(torch.ones(shape, dtype=torch.bfloat16).view(torch.uint8).numpy())
+            yield 0, _bytes(torch.ones(shape, dtype=torch.bfloat16))
         return
     if (layer := _layer(name)) is None or layer < dense_layers:
         for offset in range(0, n_bytes, len(data)):
             yield offset, data[: min(len(data), n_bytes - offset)]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data
