@@ -474,7 +474,10 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"seq": 513}, "max_position_embeddings 512"),
         ({"seq": 0}, "seq is 0"),
         ({"quantized": True}, r"lora\.rank: none"),
-        ({"gpus": 3, "sequence_shards": 3, "sequence_method": "ulysses"}, r"sharding\.sequence is 3, and the model has .* key heads"),
+        (
+            {"gpus": 3, "sequence_shards": 3, "sequence_method": "ulysses"},
+            r"sharding\.sequence is 3, and the model has .* key heads",
+        ),
         ({"gpus": 2, "fsdp": True, "tensor_shards": 2}, r"sharding\.tensor is 2, and FSDP2 needs at least two groups"),
     ],
     ids=str,

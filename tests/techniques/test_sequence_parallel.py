@@ -332,7 +332,9 @@ def test_auto_takes_ulysses_if_the_processes_divide_all_heads(
     config.update({"num_attention_heads": heads, "num_key_value_heads": key_heads})
     settings = Settings.of({"sharding.gpus": size, "sharding.sequence": size})
     assert method.resolved(settings, config).sharding.sequence_method == expected
-    words = f"{size} processes {'divide' if expected == 'ulysses' else 'cannot divide'} {heads} heads and {key_heads} key"
+    words = (
+        f"{size} processes {'divide' if expected == 'ulysses' else 'cannot divide'} {heads} heads and {key_heads} key"
+    )
     assert words in method.reason(config, size)
     assert method.resolved(Settings.of({}), config) == Settings.of({}), "rows of one process have no method"
     asked = settings.having({"sharding.sequence_method": "ring"})
