@@ -12,6 +12,7 @@ from planner_helpers import BARE, H200, config_of, request_of
 from transformers import AutoModelForCausalLM
 
 from benchmarks.cases.several_cards import CARD, CARD_BYTES
+from benchmarks.pages import several_cards
 from tests.short_names import settings_of
 from tigon.errors import RecipeError, UsageError
 from tigon.medusa import HeadsSpec, Objective
@@ -281,10 +282,9 @@ def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
     assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.25)
 
 
-SEVERAL_CARDS = Path(__file__).parents[2] / "benchmarks/results/nvidia-h100/several-gpus/several-cards.json"
 MEASURED_CARDS = {
     row["name"]: row
-    for row in json.loads(SEVERAL_CARDS.read_text(encoding="utf-8"))["rows"]
+    for row in several_cards.rows()
     if row["status"] == "ok" and not row["name"].startswith("losses") and "flash attention" not in row["name"]
 }
 """No plan is for a ring without cuDNN."""
