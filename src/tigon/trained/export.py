@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tigon.errors import OptionError, TigonError, UsageError
+from tigon.errors import OptionError, TigonError, UsageError, one_line
 from tigon.models.loading.classifier import set_pad_id, task_of
 from tigon.models.loading.config import is_hub_id
-from tigon.models.loading.weight_files import one_line
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.techniques.qat.qat import NONE
 from tigon.trained import gguf_export, quantized_export, readers

@@ -29,6 +29,7 @@ from tigon.techniques.sharding.sharding import (
 )
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
+from tigon.trainer import random_weights
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import adapter_checks, self_test
@@ -107,7 +108,7 @@ def _loaded(setup: Setup, loading: Mapping[str, Any]) -> PreTrainedModel:
     if are_read_in_parts(settings, reads_whole_weights=setup.objective.planned().reads_whole_weights):
         with partitioned_loading(settings, setup.run_info):
             built = load(device=None)
-        models.make_buffers_anew(built, model, config, dtype=dtype)
+        random_weights.make_buffers_anew(built, model, config, dtype=dtype)
         return built
     return load(device=None)
 
