@@ -12,7 +12,7 @@ from trainer_helpers import records
 
 pytest.importorskip("PIL")
 
-from forks import forks
+from forks import forks, need_deepspeed
 from vision import FAMILIES, example
 
 
@@ -22,7 +22,7 @@ from vision import FAMILIES, example
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.title)
 def test_a_model_trains_on_images_under_each_engine_as_alone(family: str, engine: Any, here: Path, tigon: Any) -> None:
     if engine.title.startswith("ZeRO"):
-        pytest.importorskip("deepspeed")
+        need_deepspeed()
     FAMILIES[family](here / "model")
     example().save_rows(here / "shapes.jsonl", 24)
     recipe = here / "one.yaml"
