@@ -126,7 +126,7 @@ def test_operator_can_be_traced_with_dynamic_shapes(name: str, calls: dict[str, 
     torch.library.opcheck(operator, calls[name][0], test_utils="test_aot_dispatch_dynamic")
 
 
-def _distinct(calls: list[tuple[Any, ...]], limit: int = 3) -> list[tuple[Any, ...]]:
+def _distinct(calls: list[tuple[Any, ...]], limit: int = 6) -> list[tuple[Any, ...]]:
     """Calls that differ in which optional arguments are there and in their flags."""
     kinds = {}
     for args in calls:
