@@ -27,7 +27,7 @@ from tigon.models.loading.config import check_counts, check_folder, checked, dec
 from tigon.models.loading.presets import PRESETS
 from tigon.models.spec import LAYER_FLAGS
 from tigon.recipe.keys import ModelConfig, Recipe
-from tigon.techniques import model_kernels
+from tigon.techniques.keys.model import OF_TIGON
 from tigon.techniques.keys.settings import Settings
 from tigon.trainer.random_weights import drawn
 
@@ -480,7 +480,7 @@ def patch(model: PreTrainedModel, kernels: str, **ops: bool | None) -> Any:
     """
     if kernels == "liger":
         return _liger(model)
-    if kernels not in model_kernels.OF_TIGON:
+    if kernels not in OF_TIGON:
         return None
     if kernels == "no-flce":
         ops = {"linear_cross_entropy": False, **ops}
@@ -495,7 +495,7 @@ def patch_adapters(model: PreTrainedModel, kernels: str, **ops: bool | None) -> 
 
     ops: as in `patch`.
     """
-    if kernels in model_kernels.OF_TIGON:
+    if kernels in OF_TIGON:
         patch(model, kernels, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
 
 

@@ -159,7 +159,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     model = build(request.model, request.config)
     if settings.lora.quantize:
         quantized_weights.quantize(model, settings)
-    if settings.lora.rank is not None:
+    if settings.lora.used:
         lora_adapters.add_lora(model, settings, fused=False)
     head = model.get_output_embeddings()
     model = request.objective.attach(model)

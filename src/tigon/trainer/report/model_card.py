@@ -131,7 +131,7 @@ def _front_matter(recipe: Recipe, *, adapters: bool) -> str:
     data = ModelCardData(
         library_name="peft" if adapters else "transformers",
         pipeline_tag=_task(recipe),
-        tags=["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
+        tags=["tigon", *(["lora"] if recipe.lora.used else [])],
         base_model=recipe.model.name if is_hub_id(recipe.model.name) else None,
     )
     return f"---\n{data.to_yaml()}\n---"
