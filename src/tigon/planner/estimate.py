@@ -37,6 +37,7 @@ from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.checkpointing.host_offload import MAX_LEAVING
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import keeps_mxfp4
+from tigon.techniques.sequence_parallel import method
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
@@ -167,6 +168,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
             notes.append(
                 f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."
             )
+    if settings.sharding.sequence > 1:
+        notes.append(method.note(settings, request.config))
     notes += engine.notes(request, model)
     for frozen_request in request.frozen():
         size = in_bytes(model_weights(frozen_request).weight_bytes)

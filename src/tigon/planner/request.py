@@ -14,6 +14,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.sequence_parallel import method
 from tigon.techniques.sharding import sharding
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Request:
     """False: PEFT added the adapters to a model that was patched before, and computes them itself."""
     evaluated: bool = False
     """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
+
+    def __post_init__(self) -> None:
+        """Choose a method in place of `sharding.sequence_method: auto`."""
+        object.__setattr__(self, "settings", method.resolved(self.settings, self.config))
 
     @property
     def gpus(self) -> int:
@@ -84,10 +89,13 @@ def request_of(
 
     Raises:
         UsageError: The planner cannot predict the objective with these settings, although a run can train it.
+        RecipeError: Rows of several documents would go round a ring.
     """
     for reason in objective.refusals(settings):
         raise UsageError(f"{reason}.")
     data, train = recipe.data, recipe.train
+    if data.packs and not data.cross_document_attention:
+        method.check_documents(settings, config)
     needs_mask = objective.pads or not (data.packs and data.cross_document_attention)
     return Request(
         model=recipe.model.name,

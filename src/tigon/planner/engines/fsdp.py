@@ -30,6 +30,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.lora.lora import frozen_dtype
 from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.sharding import shard_ranks
 from tigon.units import in_bytes
@@ -56,8 +57,9 @@ class Fsdp(Engine):
         return 2 if number_format(self.settings).autocast is not None else 1
 
     def _widening_of(self, weight: Weight) -> int:
-        """That of one weight. Beside weights in 4 bits, frozen ones are loaded in the dtype of the matmuls."""
-        return 1 if self.settings.lora.quantize and not weight.trained else self._widening
+        """That of one weight. Beside adapters, frozen ones are loaded in the dtype of the matmuls."""
+        narrow = frozen_dtype(self.settings) != number_format(self.settings).weights
+        return 1 if narrow and not weight.trained else self._widening
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
@@ -215,7 +217,8 @@ class Fsdp(Engine):
         if request.model in PRESETS:
             return notes
         gpus = self.gpus
-        whole_gib = gpus * number_format(self.settings).weights.itemsize * sum(w.numel for w in model.weights) / 2**30
+        wide, frozen = number_format(self.settings).weights.itemsize, frozen_dtype(self.settings).itemsize
+        whole_gib = gpus * sum(w.numel * (wide if w.trained else frozen) for w in model.weights) / 2**30
         return (
             *notes,
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "

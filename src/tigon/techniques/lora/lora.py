@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,15 +31,29 @@ DEFAULT_RANK = 16
 def frozen_dtype(settings: Settings) -> torch.dtype:
     """Returns the dtype in which a run loads and keeps weights, apart from those it trains with adapters.
 
-    Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. Engines
-    that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
-    weights to fp32 for FSDP2 under autocast, unless some are in 4 bits.
+    Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. DeepSpeed
+    casts all weights to 16 bits. Under autocast, Accelerate before 1.13 casts all weights of FSDP2 to fp32, unless some
+    are in 4 bits; later versions cast only trained ones.
     """
-    formats = number_format(settings)
-    engine_chooses = settings.sharding.divides_states and not (settings.sharding.fsdp and settings.lora.quantize)
+    formats, fsdp = number_format(settings), settings.sharding.fsdp
+    keeps = fsdp and (settings.lora.quantize or fsdp_keeps_frozen_dtype())
+    engine_chooses = settings.sharding.divides_states and not keeps
     if not settings.lora.used or settings.lora.base == "fp32" or engine_chooses:
         return formats.weights
     return formats.compute_dtype
+
+
+@functools.cache
+def fsdp_keeps_frozen_dtype() -> bool:
+    """Returns whether Accelerate divides frozen weights in the dtype that they were loaded in.
+
+    A machine that plans without Accelerate plans for a version that does.
+    """
+    try:
+        major, minor = map(int, version("accelerate").split(".")[:2])
+    except PackageNotFoundError:
+        return True
+    return (major, minor) >= (1, 13)
 
 
 def adapter_dtype(settings: Settings) -> torch.dtype:
