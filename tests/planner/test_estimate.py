@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planner_helpers import BARE, H200, config_of, request_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.cases.several_cards import CARD, CARD_BYTES
 from benchmarks.pages import several_cards
@@ -200,6 +201,11 @@ def test_planner_and_trainer_give_muon_the_same_weights(name: str) -> None:
     assert planned == states + steps
     shapes = {n: tuple(p.shape) for n, p in built.named_parameters()}
     assert preflight.sizes(request.settings, shapes).states == planned
+
+
+def test_plan_refuses_muon_for_a_model_without_linear_layers() -> None:
+    with pytest.raises(RecipeError, match="muon updates linear layers inside the decoder layers, and gpt2 has none"):
+        model_weights(replace(request_of(optimizer="muon"), config=GPT2Config(n_embd=64, n_layer=1, n_head=2)))
 
 
 def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:

@@ -33,7 +33,7 @@ from trainer_helpers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forks import forks, in_forks
+from forks import forks, in_forks, need_deepspeed
 from second_proofs import one_of_each, proved_by
 from tests.short_names import settings_of
 from tigon.cli import app
@@ -67,7 +67,9 @@ def with_kernels(recipe: Recipe, kernels: str) -> Recipe:
 
 
 def need(package: str | None) -> None:
-    if package and importlib.util.find_spec(package) is None:
+    if package == "deepspeed":
+        need_deepspeed()
+    elif package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
 

@@ -24,7 +24,7 @@ from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import config_for, objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES, model_kernels
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
 from tigon.techniques.optimizers import muon
 from tigon.trainer import model, run_data
@@ -200,7 +200,7 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     preflight.check_lengths(recipe, config)
     recipe, lines = auto_sequence.resolved(recipe, config)
     built = model.without_data(config)
-    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.kernels in model_kernels.OF_TIGON)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.patched)
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built
@@ -263,7 +263,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
-    flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
+    flatten = recipe.data.packs and recipe.model.flash_attention
     collator = objective.rows(recipe.data).collator(pad_id, flatten)
     labels = objective.labels_part
     config = config if labels is None else labels.with_labels(config, pad_id)

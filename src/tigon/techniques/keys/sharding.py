@@ -57,3 +57,13 @@ class ShardingConfig(Section):
     def divides_weights(self) -> bool:
         """Whether a process holds only a part of the weights between steps."""
         return self.zero == 3 or self.fsdp
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states are kept on the host or in files."""
+        return self.offload != "none"
+
+    @property
+    def processes_per_sample(self) -> int:
+        """Processes that train on the same samples: they share their tokens, or divide the layers' matrices."""
+        return self.sequence * self.tensor
