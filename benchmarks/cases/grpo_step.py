@@ -1,12 +1,12 @@
-"""Measure whole GRPO steps of TRL's trainer, completions included, with and without tigon's generator and shared prefix.
+"""Measure whole GRPO steps of TRL's trainer, with and without tigon's generator and shared prefix.
 
     python -m benchmarks grpo-step --json RECORD    # on a GPU with 80 GB: about 4 minutes
     python -m benchmarks grpo-step --tiny           # a small model, also without a GPU
 
 The model has the shape of Qwen3-4B, random bf16 weights and LoRA of rank 16 in fp32 under autocast. A step writes 8
-completions of 256 tokens for each of 8 prompts of 1,024 tokens, rewards them, and trains on them. Both rows have tigon's
-layers and head. The first steps are not timed. With transformers' `generate` the first step writes few tokens, because
-it takes most of a minute otherwise.
+completions of 256 tokens for each of 8 prompts of 1,024 tokens, rewards them, and trains on them. Both rows have
+tigon's layers and head. The first steps are not timed. With transformers' `generate` the first step writes few tokens,
+because it takes most of a minute otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Clock(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
     """Times each step and its completions, and reads the peak of each of both parts."""
 
     def __init__(self, trainer: Any, device: torch.device) -> None:
-        self.device, self.steps, self.trainer = device, [], trainer
+        self.device = device
+        self.steps: list[dict[str, Any]] = []
         self._write = trainer.model.generate
         vars(trainer.model)["generate"] = self.generate
         trainer.add_callback(self)

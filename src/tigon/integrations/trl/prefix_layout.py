@@ -66,7 +66,7 @@ def layout_of(ids_BT: Tensor, mask_BT: Tensor | None) -> PrefixLayout | None:
     """
     if ids_BT.is_inference() or (mask_BT is not None and mask_BT.is_inference()):  # these count no changes
         return _layout_of(ids_BT, mask_BT)
-    kept = _kept.get(ids_BT)
+    kept: _Kept | None = _kept.get(ids_BT)
     if kept is not None and kept.is_of(ids_BT, mask_BT):
         return kept.layout
     layout = _layout_of(ids_BT, mask_BT)
@@ -85,8 +85,10 @@ class _Kept:
 
     def is_of(self, ids_BT: Tensor, mask_BT: Tensor | None) -> bool:
         """Whether the batch's tensors are those of the layout, unchanged."""
-        if ids_BT._version != self.ids_version or self.mask is None or mask_BT is None:
-            return ids_BT._version == self.ids_version and self.mask is mask_BT
+        if ids_BT._version != self.ids_version:
+            return False
+        if self.mask is None or mask_BT is None:
+            return self.mask is None and mask_BT is None
         mask, version = self.mask
         return mask() is mask_BT and mask_BT._version == version
 
