@@ -697,6 +697,7 @@ def test_recipe_trains_a_checkpoint_by_one_override(objective, tigon, here):
     options = [part for key in ("model.name=checkpoint", *short) for part in ("--set", key)]
     outcome = tigon("train", path, *options)
     assert outcome.code == 0, outcome.err
+    print(outcome.out, outcome.err)
     (line,) = [line for line in outcome.err.splitlines() if "left out" in line]
     assert "model.config, data.vocab_size" in line and "which only the preset tigon-demo takes" in line
     assert ("post_training.base_steps" in line) == (objective not in ("orpo", "reward"))
@@ -730,3 +731,33 @@ def test_toy_answers_are_alike_and_the_same_every_time(rows) -> None:
     preferences.check_alike(made)
     assert len(made) == 800 and made == [rows.read(row, where) for where, row in rows.toy_rows()]
     assert len({document.texts[0].text for document in made}) > 790
+
+
+HYBRID = {
+    **SHAPE, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("generator", ["tigon", "auto"])
+def test_generator_is_refused_for_a_hybrid_model_and_auto_says_why(generator, recipe, tigon, monkeypatch):
+    from tigon.trainer.post_training import trl_trainer
+
+    of_trainer = trl_trainer._generator
+
+    def on_a_gpu(trainer, setup):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer.args), "device", torch.device("cuda"))
+            return of_trainer(trainer, setup)
+
+    monkeypatch.setattr(trl_trainer, "_generator", on_a_gpu)
+    own = {**OWN["grpo"], "generator": generator}
+    made = sections("grpo", post_training=own, model={"name": "qwen3.5-0.8b", "config": HYBRID}, train={"steps": 1})
+    outcome = tigon("train", recipe(**made))
+    why = "it has layers that attend neither to all earlier tokens nor to a window (linear_attention)."
+    says = "tigon's generator cannot write this trainer's completions: " + why
+    if generator == "tigon":
+        assert outcome.code == 2 and f"{says} Set generator: transformers." in outcome.err, outcome.err
+    else:
+        assert outcome.code == 0, outcome.err
+        assert f"completions  transformers' generate, because {says}" in outcome.out
