@@ -36,7 +36,8 @@ def found() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def label(run: Mapping[str, Any]) -> str:
     """The objective, the largest number of the questions, and the keys of the recipe that the run replaced."""
-    changes = [" ".join((key.rpartition(".")[2], value)) for key, _, value in (s.partition("=") for s in run["overrides"])]
+    pairs = (change.split("=", 1) for change in run["overrides"])
+    changes = [f"{key.rpartition('.')[2]} {value}" for key, value in pairs]
     return ", ".join([f"{run['objective']}, numbers to {run['largest']}", *changes])
 
 
