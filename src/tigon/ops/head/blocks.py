@@ -10,6 +10,13 @@ p and has the error of p.
 
 If the logits of all tokens fit, they are kept from forward to backward, which saves one product of each head. The
 backward then writes the gradient of one block of columns after another.
+
+If the head is frozen and each token has one id, nothing is computed twice. The gradient of hidden for an upstream
+gradient u of the log-probabilities is
+
+    dX_i = u_i · (dlogits_i W)        dlogits: the gradient of the logits for u = 1
+
+so the forward computes the product, and the backward multiplies its rows.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from tigon.ops.dispatch import Primitive, no_autocast
 from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.chunks import even_chunk
 from tigon.ops.head.inputs import NOTHING, Gradients, Head, LogitBuffer, Wanted, sum_dtype
-from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, whole_plan
+from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, plan_whole_rows, whole_plan
 from tigon.ops.losses.divergence_rows import (
     DivergenceRows,
     KlOptions,
@@ -166,6 +173,88 @@ def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
 
 
 linear_logprobs_fwd = Primitive("linear_logprobs_fwd", composite=_forward_body, fake=_forward_fake)
+
+
+class FrozenResults(NamedTuple):
+    """The fields of `RowResults`, and the gradient of hidden for an upstream gradient of 1 per log-probability."""
+
+    logprob_NK: Tensor
+    stats_2N: Tensor
+    entropy_N: Tensor
+    predicted_N: Tensor
+    topk_logprob_NJ: Tensor
+    topk_ids_NJ: Tensor
+    dx_NH: Tensor
+
+    @property
+    def rows(self) -> RowResults:
+        return RowResults(*self[:-1])
+
+
+def _frozen_plan(head: Head, block_bytes: int) -> BlockPlan:
+    return plan_whole_rows(head.tokens, head.vocab, LogitBytes.of(head.dtype), block_bytes)
+
+
+class _FrozenBlocks:
+    """Computes the results of some tokens, and at once the gradient of their logits."""
+
+    def __init__(self, head: Head, ids_NK: Tensor, logits: LogitBuffer, options: LogprobOptions) -> None:
+        self.head, self.ids_NK, self.logits, self.options = head, ids_NK, logits, options
+        self.parts: list[RowResults] = []
+
+    def select_tokens(self, rows: slice) -> Tensor:
+        return self.ids_NK[rows]
+
+    def no_gradient_mask(self, rows: slice) -> None:
+        return None  # only a weight's gradient adds up tokens
+
+    def compute_block(self, ids_NK: Tensor, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
+        logits = self.logits.view(rows.stop - rows.start, columns.stop - columns.start)
+        self.head.part(rows).logits_into(logits)
+        at = Rows.empty(ids_NK, self.head.hidden_NH, self.options, one_block=True)
+        block = Block(logits, 0, self.head.vocab)
+        add_block(block, at, self.options)
+        self.parts.append(at.results(self.options))
+        one_NK = torch.ones_like(at.logprob_NK)
+        upstream = Upstream(ids_NK, at.stats_2N, at.entropy_N, one_NK, None, None, None)
+        assert grads[0] is not None
+        gradient_into(block, upstream, self.options, grads[0])
+
+
+_OF_HIDDEN = Wanted(want_hidden=True)
+
+
+def _frozen_body(head: Head, ids_NK: Tensor, options: LogprobOptions, block_bytes: int) -> FrozenResults:
+    N, V = head.tokens, head.vocab
+    check_ids(head.hidden_NH, ids_NK, V, options.ignore_index)
+    plan = _frozen_plan(head, block_bytes)
+    sums = empty_sums(head, _OF_HIDDEN, plan, False)
+    work = _FrozenBlocks(head, ids_NK, _logits_buffer(head, plan), options)
+    with no_autocast(head.hidden_NH):
+        run_blocks(plan, [sums], (N, V), work)
+    parts = work.parts or [Rows.empty(ids_NK, head.hidden_NH, options, one_block=True).results(options)]
+    return FrozenResults(*(parts[0] if len(parts) == 1 else RowResults.joined(parts)), sums.gradients.dx_NH)
+
+
+def _frozen_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, block_bytes: int) -> FrozenResults:
+    plan = _frozen_plan(head, block_bytes)
+    # The planner traces this fake: the buffers are alive inside the operator.
+    buffers = [_logits_buffer(head, plan), _gradient_buffer(head, plan)]
+    dx_NH = _empty_gradients(head, _OF_HIDDEN, plan, False).dx_NH
+    rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block=True)
+    del buffers
+    return FrozenResults(
+        rows.logprob_NK,
+        rows.stats_2N,
+        rows.entropy_N,
+        rows.predicted_N,
+        torch.empty_like(rows.topk_raw_NJ),
+        rows.topk_ids_NJ,
+        dx_NH,
+    )
+
+
+linear_logprobs_frozen = Primitive("linear_logprobs_frozen", composite=_frozen_body, fake=_frozen_fake)
 
 
 class _LogprobGradients:

@@ -323,6 +323,11 @@ def _logprobs(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0])
 
 
+def _logprobs_frozen(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits and of hidden's gradient."""
+    return 2 * _logprobs(args)
+
+
 def _logprobs_gradients(args: Mapping[str, Any]) -> float:
     """FLOPs of the requested gradients, and of the logits unless they were kept."""
     products = (args["kept_NV"] is None) + args["want_hidden"] + args["want_weight"]
@@ -402,6 +407,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::grouped_weight_gradient": _grouped_weight_gradient,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_logprobs_fwd": _logprobs,
+    "tigon::linear_logprobs_frozen": _logprobs_frozen,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
     "tigon::linear_kl_fwd": _divergence,
     "tigon::linear_kl_bwd": _divergence_gradients,
