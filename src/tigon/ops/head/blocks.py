@@ -11,12 +11,7 @@ p and has the error of p.
 If the logits of all tokens fit, they are kept from forward to backward, which saves one product of each head. The
 backward then writes the gradient of one block of columns after another.
 
-If the head is frozen and each token has one id, nothing is computed twice. The gradient of hidden for an upstream
-gradient u of the log-probabilities is
-
-    dX_i = u_i · (dlogits_i W)        dlogits: the gradient of the logits for u = 1
-
-so the forward computes the product, and the backward multiplies its rows.
+For frozen heads nothing is computed twice (`frozen.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from tigon.ops.dispatch import Primitive, no_autocast
 from tigon.ops.head.block_loop import BlockPlan, GradientSums, run_blocks
 from tigon.ops.head.chunks import even_chunk
 from tigon.ops.head.inputs import NOTHING, Gradients, Head, LogitBuffer, Wanted, sum_dtype
-from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, plan_whole_rows, whole_plan
+from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, whole_plan
 from tigon.ops.losses.divergence_rows import (
     DivergenceRows,
     KlOptions,
@@ -48,12 +43,12 @@ from tigon.ops.losses.results import RowResults
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits; a block has n tokens and c columns.
 
 
-def _logits_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
+def logits_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
     """Memory for the logits that exist at once."""
     return LogitBuffer(plan.logit_tokens, plan.columns, head.hidden_NH, head.logits_dtype)
 
 
-def _gradient_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
+def gradient_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
     """Memory for the gradient of a block of logits."""
     return LogitBuffer(plan.tokens, plan.columns, head.hidden_NH, head.dtype)
 
@@ -82,11 +77,11 @@ class BackwardOptions(NamedTuple):
 
 def empty_sums(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> GradientSums:
     """The gradients of a head in the dtypes that blocks of this plan need, and memory for those of its logits."""
-    block = _gradient_buffer(head, plan).view if any(wanted) else None
-    return GradientSums(head, wanted, _empty_gradients(head, wanted, plan, fp32_hidden), plan, block)
+    block = gradient_buffer(head, plan).view if any(wanted) else None
+    return GradientSums(head, wanted, empty_gradients(head, wanted, plan, fp32_hidden), plan, block)
 
 
-def _empty_gradients(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> Gradients:
+def empty_gradients(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> Gradients:
     dw_dtype = sum_dtype(head.weight_VH, plan.tokens < head.tokens)
     return Gradients.empty(head, wanted, sum_dtype(head.hidden_NH, fp32_hidden), dw_dtype)
 
@@ -131,7 +126,7 @@ def _forward_body(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
     N, V = head.tokens, head.vocab
     check_ids(head.hidden_NH, ids_NK, V, options.ignore_index)
     plan = _forward_plan(head, keep, block_bytes)
-    buffer = _logits_buffer(head, plan)
+    buffer = logits_buffer(head, plan)
     kept_NV = buffer.view(N, V) if keep else _no_logits(head)
     parts: list[RowResults] = []
     with no_autocast(head.hidden_NH):
@@ -157,7 +152,7 @@ def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
     elif isinstance(N, int):
         # The planner traces this fake: the buffer is alive inside the operator.
         plan = _forward_plan(head, keep, block_bytes)
-        one_block, buffer = plan.columns >= V, _logits_buffer(head, plan)
+        one_block, buffer = plan.columns >= V, logits_buffer(head, plan)
     rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block)
     kept_NV = buffer.view(N, V) if keep and buffer is not None else _no_logits(head)
     del buffer
@@ -173,88 +168,6 @@ def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
 
 
 linear_logprobs_fwd = Primitive("linear_logprobs_fwd", composite=_forward_body, fake=_forward_fake)
-
-
-class FrozenResults(NamedTuple):
-    """The fields of `RowResults`, and the gradient of hidden for an upstream gradient of 1 per log-probability."""
-
-    logprob_NK: Tensor
-    stats_2N: Tensor
-    entropy_N: Tensor
-    predicted_N: Tensor
-    topk_logprob_NJ: Tensor
-    topk_ids_NJ: Tensor
-    dx_NH: Tensor
-
-    @property
-    def rows(self) -> RowResults:
-        return RowResults(*self[:-1])
-
-
-def _frozen_plan(head: Head, block_bytes: int) -> BlockPlan:
-    return plan_whole_rows(head.tokens, head.vocab, LogitBytes.of(head.dtype), block_bytes)
-
-
-class _FrozenBlocks:
-    """Computes the results of some tokens, and at once the gradient of their logits."""
-
-    def __init__(self, head: Head, ids_NK: Tensor, logits: LogitBuffer, options: LogprobOptions) -> None:
-        self.head, self.ids_NK, self.logits, self.options = head, ids_NK, logits, options
-        self.parts: list[RowResults] = []
-
-    def select_tokens(self, rows: slice) -> Tensor:
-        return self.ids_NK[rows]
-
-    def no_gradient_mask(self, rows: slice) -> None:
-        return None  # only a weight's gradient adds up tokens
-
-    def compute_block(self, ids_NK: Tensor, rows: slice, columns: slice, grads: Sequence[Tensor | None]) -> None:
-        logits = self.logits.view(rows.stop - rows.start, columns.stop - columns.start)
-        self.head.part(rows).logits_into(logits)
-        at = Rows.empty(ids_NK, self.head.hidden_NH, self.options, one_block=True)
-        block = Block(logits, 0, self.head.vocab)
-        add_block(block, at, self.options)
-        self.parts.append(at.results(self.options))
-        one_NK = torch.ones_like(at.logprob_NK)
-        upstream = Upstream(ids_NK, at.stats_2N, at.entropy_N, one_NK, None, None, None)
-        assert grads[0] is not None
-        gradient_into(block, upstream, self.options, grads[0])
-
-
-_OF_HIDDEN = Wanted(want_hidden=True)
-
-
-def _frozen_body(head: Head, ids_NK: Tensor, options: LogprobOptions, block_bytes: int) -> FrozenResults:
-    N, V = head.tokens, head.vocab
-    check_ids(head.hidden_NH, ids_NK, V, options.ignore_index)
-    plan = _frozen_plan(head, block_bytes)
-    sums = empty_sums(head, _OF_HIDDEN, plan, False)
-    work = _FrozenBlocks(head, ids_NK, _logits_buffer(head, plan), options)
-    with no_autocast(head.hidden_NH):
-        run_blocks(plan, [sums], (N, V), work)
-    parts = work.parts or [Rows.empty(ids_NK, head.hidden_NH, options, one_block=True).results(options)]
-    return FrozenResults(*(parts[0] if len(parts) == 1 else RowResults.joined(parts)), sums.gradients.dx_NH)
-
-
-def _frozen_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, block_bytes: int) -> FrozenResults:
-    plan = _frozen_plan(head, block_bytes)
-    # The planner traces this fake: the buffers are alive inside the operator.
-    buffers = [_logits_buffer(head, plan), _gradient_buffer(head, plan)]
-    dx_NH = _empty_gradients(head, _OF_HIDDEN, plan, False).dx_NH
-    rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block=True)
-    del buffers
-    return FrozenResults(
-        rows.logprob_NK,
-        rows.stats_2N,
-        rows.entropy_N,
-        rows.predicted_N,
-        torch.empty_like(rows.topk_raw_NJ),
-        rows.topk_ids_NJ,
-        dx_NH,
-    )
-
-
-linear_logprobs_frozen = Primitive("linear_logprobs_frozen", composite=_frozen_body, fake=_frozen_fake)
 
 
 class _LogprobGradients:
@@ -294,7 +207,7 @@ def _backward_body(
     size = (head.tokens, head.vocab)
     plan = options.plan(size, LogitBytes.of(head.dtype), kept_NV is not None)
     sums = empty_sums(head, wanted, plan, options.fp32_hidden)
-    work = _LogprobGradients(head, upstream, _logits_buffer(head, plan) if kept_NV is None else kept_NV, logprob)
+    work = _LogprobGradients(head, upstream, logits_buffer(head, plan) if kept_NV is None else kept_NV, logprob)
     work.gathered = options.gathered
     with no_autocast(head.hidden_NH):
         run_blocks(plan, [sums], size, work)
@@ -310,9 +223,9 @@ def _backward_fake(
     options: BackwardOptions,
 ) -> Gradients:
     plan = options.plan((head.tokens, head.vocab), LogitBytes.of(head.dtype), kept_NV is not None)
-    gradients = _empty_gradients(head, wanted, plan, options.fp32_hidden)
+    gradients = empty_gradients(head, wanted, plan, options.fp32_hidden)
     if isinstance(head.tokens, int):
-        alive = [_gradient_buffer(head, plan)] + ([_logits_buffer(head, plan)] if kept_NV is None else [])
+        alive = [gradient_buffer(head, plan)] + ([logits_buffer(head, plan)] if kept_NV is None else [])
         sums = _alive_in_backward(head, wanted, plan, left_out=not options.gathered)
         del alive, sums
     return gradients
@@ -374,7 +287,7 @@ class PairBuffers:
     """Memory for the logits of both heads that exist at once."""
 
     def __init__(self, pair: HeadPair, plan: BlockPlan) -> None:
-        self._p, self._q = _logits_buffer(pair.p, plan), _logits_buffer(pair.q, plan)
+        self._p, self._q = logits_buffer(pair.p, plan), logits_buffer(pair.q, plan)
 
     def view(self, n: int, c: int, first: int = 0) -> LogitPair:
         return LogitPair(self._p.view(n, c), self._q.view(n, c), first)
@@ -502,12 +415,12 @@ def _kl_backward_fake(
     kept = p_kept_NV is not None
     plan = options.plan(pair.size, pair.logit_bytes(wanted), kept)
     heads = list(zip(pair, wanted, strict=True))
-    gradients = KlGradients.of(*(_empty_gradients(head, want, plan, options.fp32_hidden) for head, want in heads))
+    gradients = KlGradients.of(*(empty_gradients(head, want, plan, options.fp32_hidden) for head, want in heads))
     if isinstance(pair.p.tokens, int):
         alive: list[object] = [] if kept else [PairBuffers(pair, plan)]
         for head, want in heads:
             if any(want):
-                alive.append(_gradient_buffer(head, plan))
+                alive.append(gradient_buffer(head, plan))
                 alive.append(_alive_in_backward(head, want, plan, upstream.counts_N is not None))
         del alive
     return gradients

@@ -17,8 +17,9 @@ from torch import Tensor
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Context, Differentiable, by_vocabulary, first_order, outside_graphs, runs_eagerly
 from tigon.ops.head.autograd import finished, head_gradients
-from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_frozen, linear_logprobs_fwd
+from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.frozen import is_frozen, linear_logprobs_frozen
 from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.plan import LogitBytes, keeps_logits
 from tigon.ops.losses.inputs import CountedTokens, check_chunk_bytes, may_wait, tokens_that_count
@@ -126,9 +127,8 @@ def has_gradient_per_token(head: Head, ids_NK: Tensor, options: LogprobOptions, 
     fp16 would need a loss scale before the upstream gradient is known. Under torch.compile a result that was asked for
     and not used has an upstream gradient of zeros, so that the logits would be computed again.
     """
-    one_id = ids_NK.shape[1] == 1 and not options.top_k
-    frozen = wanted == Wanted(want_hidden=True)
-    return one_id and frozen and head.vocab > 0 and head.dtype != torch.float16 and runs_eagerly(head.hidden_NH)
+    one_id = ids_NK.shape[1] == 1 and not options.top_k and head.vocab > 0
+    return one_id and is_frozen(wanted) and head.dtype != torch.float16 and runs_eagerly(head.hidden_NH)
 
 
 def upstream_of_ids(dlogprob_N1: Tensor | None, ids_N1: Tensor, options: LogprobOptions) -> Tensor:

@@ -339,6 +339,11 @@ def _divergence(args: Mapping[str, Any]) -> float:
     return sum(_side_flops(args, side) for side in _SIDES)
 
 
+def _divergence_frozen(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits of p and q, and of the requested gradients of their hidden states."""
+    return sum(_side_flops(args, side) * (1 + args[f"{side}_want_hidden"]) for side in _SIDES)
+
+
 def _divergence_gradients(args: Mapping[str, Any]) -> float:
     """FLOPs of the requested gradients of each side, and of its logits unless they were kept."""
     flops = 0.0
@@ -410,6 +415,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::linear_logprobs_frozen": _logprobs_frozen,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
     "tigon::linear_kl_fwd": _divergence,
+    "tigon::linear_kl_frozen": _divergence_frozen,
     "tigon::linear_kl_bwd": _divergence_gradients,
     "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
     "tigon::varlen_attention_bwd": _varlen_attention(5),
