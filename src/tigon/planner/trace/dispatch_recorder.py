@@ -318,6 +318,12 @@ def _chunked_loss(args: Mapping[str, Any]) -> float:
     return flops
 
 
+def _of_exponentials(args: Mapping[str, Any]) -> float:
+    """FLOPs of the gradient of hidden or of the weight, from exponentials that the forward kept."""
+    other = args["weight"] if "weight" in args else args["hidden"]
+    return float(2 * math.prod(args["e"].shape) * other.shape[1])
+
+
 def _logprobs(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits."""
     return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0])
@@ -411,6 +417,8 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::grouped_product": _grouped_product,
     "tigon::grouped_weight_gradient": _grouped_weight_gradient,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
+    "tigon::linear_cross_entropy_exp_hidden_grad": _of_exponentials,
+    "tigon::linear_cross_entropy_exp_weight_grad": _of_exponentials,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_frozen": _logprobs_frozen,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
