@@ -100,7 +100,7 @@ def test_plan_chooses_graphs_where_only_a_slower_host_would_wait(monkeypatch) ->
     row = replace(find_gpu("h200"), host_s=0.0, memory_bytes=2**34)
     monkeypatch.setattr(model_plan, "find_gpu", lambda name: row)
     assert tigon.plan(model_of(), batch=8, seq=256, memory="1GiB").cuda_graphs
-    shape = {"num_hidden_layers": 2, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 256}
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 256, "max_position_embeddings": 8192}
     with torch.device("meta"):
         wide = AutoModelForCausalLM.from_config(config_of("llama", **shape), dtype=torch.bfloat16)
     assert not tigon.plan(wide, batch=2, seq=8192, memory="16GiB", accumulate=1).cuda_graphs
@@ -115,8 +115,8 @@ def test_plan_counts_the_weight_of_a_head_that_the_config_ties_and_the_model_doe
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
     own, shared = (tigon.plan(model, batch=1, seq=8, memory="1GiB", optimizer="adamw") for model in (untied, tied))
     weight_bytes = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
-    # The weight, its gradient and two states.
-    assert own.peak_allocated_bytes - shared.peak_allocated_bytes == pytest.approx(4 * weight_bytes, rel=0.05)
+    # The weight and two states. The peak comes before the second gradient exists.
+    assert own.peak_allocated_bytes - shared.peak_allocated_bytes == pytest.approx(3 * weight_bytes, rel=0.05)
     assert "the head has a weight of its own" in str(own) and not shared.notes
     assert untied.config.tie_word_embeddings
 

@@ -25,7 +25,6 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import Beside, choose
 from tigon.planner.search.option import Option
 from tigon.profiler.recording.device_memory import host_free_bytes
-from tigon.techniques import model_kernels
 from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
@@ -153,7 +152,7 @@ def plan(
             **_fp8(inner),
         }
     )
-    unfused = unfused_layers(inner) if settings.model.kernels in model_kernels.OF_TIGON else 0
+    unfused = unfused_layers(inner) if settings.model.patched else 0
     untied = _is_untied(inner)
     request = Request(
         model=type(inner).__name__,

@@ -68,7 +68,7 @@ def _link_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placemen
     """Copies to and from the host, and the optimizer's step there."""
     settings = request.settings
     seconds = placement.traffic.link / gpu.link_bytes_s
-    if settings.sharding.offload != "none":
+    if settings.sharding.offloads:
         # The CPU's AdamW moves 7 fp32 values per parameter through host memory.
         numel = sum(weight.numel for weight in model.trained) / settings.sharding.gpus
         seconds += 28 * numel / HOST_BYTES_S

@@ -17,7 +17,6 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import Beside, choose
 from tigon.profiler.recording.device_memory import host_free_bytes
 from tigon.recipe.keys import Recipe
-from tigon.techniques.keys.train import AUTO
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
@@ -33,7 +32,7 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     `train.batch_size` into micro-batches, with accumulation fusion where it pays. If the model cannot be predicted,
     nothing is recomputed.
     """
-    if recipe.train.checkpointing != AUTO:
+    if not recipe.train.auto_checkpointing:
         return recipe
     if device.type != "cuda":
         return _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)

@@ -91,7 +91,7 @@ def _kept_line(prepared: Prepared) -> list[str]:
 def _adapters_line(prepared: Prepared) -> tuple[str, ...]:
     """The dtype of adapters over 4-bit weights, which TRL's trainers make bf16 in every script."""
     settings = prepared.settings
-    if prepared.objective.trl is None or settings.lora.rank is None or not settings.lora.quantize:
+    if prepared.objective.trl is None or not settings.lora.used or not settings.lora.quantize:
         return ()
     if lora.adapter_dtype(settings) == torch.bfloat16:
         return ("adapters bf16 over 4-bit weights, as in a script of TRL",)
