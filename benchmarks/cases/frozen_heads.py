@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -76,8 +77,8 @@ class Inputs:
 
     def double(self) -> Inputs:
         tensors = (self.hidden, self.weight, self.teacher_hidden, self.teacher_weight)
-        hidden, *others = (tensor.detach().double() for tensor in tensors)
-        return Inputs(hidden.requires_grad_(), *others, self.ids, self.upstream.double())
+        hidden, weight, *teacher = (tensor.detach().double() for tensor in tensors)
+        return Inputs(hidden.requires_grad_(), weight, teacher[0], teacher[1], self.ids, self.upstream.double())
 
 
 def values(op: str, given: Inputs) -> Tensor:
@@ -104,17 +105,13 @@ def gradient(op: str, given: Inputs) -> Tensor:
 @contextlib.contextmanager
 def computed_twice() -> Iterator[None]:
     """Let the ops treat frozen heads as trained ones, whose backward computes the logits again."""
-    plan_for = chunks.ChunkRequest.mode_of_chunks
-    before = logprobs.is_frozen, divergence.is_frozen
-    logprobs.is_frozen = divergence.is_frozen = lambda *wanted: False  # type: ignore[assignment]
-    chunks.ChunkRequest.mode_of_chunks = property(  # type: ignore[misc, assignment]
-        lambda request: "recompute" if request.per_row else "stream"
-    )
-    try:
+    of_chunks = property(lambda request: "recompute" if request.per_row else "stream")
+    with (
+        mock.patch.object(logprobs, "is_frozen", lambda *wanted: False),
+        mock.patch.object(divergence, "is_frozen", lambda *wanted: False),
+        mock.patch.object(chunks.ChunkRequest, "mode_of_chunks", of_chunks),
+    ):
         yield
-    finally:
-        logprobs.is_frozen, divergence.is_frozen = before
-        chunks.ChunkRequest.mode_of_chunks = plan_for  # type: ignore[method-assign]
 
 
 def twice(op: str, given: Inputs) -> Tensor:

@@ -331,7 +331,7 @@ def _logprobs(args: Mapping[str, Any]) -> float:
 
 def _logprobs_frozen(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits and of hidden's gradient."""
-    return 2 * _logprobs(args)
+    return 2.0 * _logprobs(args)
 
 
 def _logprobs_gradients(args: Mapping[str, Any]) -> float:
@@ -347,7 +347,7 @@ def _divergence(args: Mapping[str, Any]) -> float:
 
 def _divergence_frozen(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits of p and q, and of the requested gradients of their hidden states."""
-    return sum(_side_flops(args, side) * (1 + args[f"{side}_want_hidden"]) for side in _SIDES)
+    return float(sum(_side_flops(args, side) * (1 + args[f"{side}_want_hidden"]) for side in _SIDES))
 
 
 def _divergence_gradients(args: Mapping[str, Any]) -> float:
