@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="the chips of the ahead-of-time tests need triton")
 
 from benchmarks import small_rows
-from benchmarks.cases.base_offload import DEFAULT
+from benchmarks.cases.base_offload import ROWS
 from benchmarks.pages import (
     base_offload,
     duel,
@@ -125,7 +125,7 @@ def test_style_and_facts_are_counted_in_the_answers() -> None:
 
 def test_layers_on_the_host_keep_the_limit_and_their_plan() -> None:
     record = base_offload.load()
-    assert [line["row"] for line in record["steps"]] == [*DEFAULT[1:]]
+    assert {line["row"] for line in record["steps"]} <= {*ROWS}
     for line in record["steps"]:
         measured, plan = line["on_host"], line["on_host"]["predicted"]
         assert measured["reserved_bytes"] <= line["allocator_limit_bytes"]
