@@ -127,11 +127,18 @@ def test_layers_on_the_host_keep_the_limit_and_their_plan() -> None:
     record = base_offload.load()
     assert {line["row"] for line in record["steps"]} <= {*ROWS}
     for line in record["steps"]:
-        measured, plan = line["on_host"], line["on_host"]["predicted"]
+        measured = line["on_host"]
         assert measured["reserved_bytes"] <= line["allocator_limit_bytes"]
-        assert measured["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.03)
+        for each in filter(None, (measured, line.get("resident"))):
+            assert each["peak_bytes"] == pytest.approx(base_offload.plan_of(each)["peak_bytes"], rel=0.03)
         assert line.get("speed", 1.0) >= 0.6
-    assert all(line["finite_with_late_copies"] for line in record["equality"])
+    assert all(line["finite_with_late_copies"] for line in base_offload.load(base_offload.EQUALITY)["equality"])
+
+
+def test_rows_of_small_cards_are_longer_than_unsloth_publishes() -> None:
+    rows = {line["row"]: line["seq"] for line in base_offload.load()["steps"]}
+    published = {"8gb": 2972, "8gb-tiles": 2972, "16gb": 40724, "24gb": 78475}
+    assert all(rows[name] > tokens for name, tokens in published.items())
 
 
 # --- docs/support.md -------------------------------------------------------------------------------------------------
