@@ -43,7 +43,7 @@ def streamed(request: Request) -> Request:
 
 @pytest.mark.parametrize("row", ["llama-3.1-8b-offload", "8gb-tiles", "24gb"])
 def test_plan_is_that_of_a_measured_row(row):
-    """Half a percent: over frozen embeddings the input of the first layer stays on the GPU, which is 3.5 % of `24gb`."""
+    """Over frozen embeddings the input of the first layer stays on the GPU, which is 3.5 % of `24gb`."""
     (line,) = [line for line in pages.load()["steps"] if line["row"] == row]
     case = cases.ROWS[row]
     config = cases.config_of(case.model, False)

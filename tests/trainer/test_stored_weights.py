@@ -1,4 +1,4 @@
-"""Runs over checkpoints in the format of compressed-tensors, as llm-compressor and `tigon export --format` write them."""
+"""Runs over checkpoints of compressed-tensors, as llm-compressor and `tigon export --format` write them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_helpers import CPU
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trainer_helpers import CPU
 from tigon.data.tokenizer import train_bpe
 from tigon.errors import RecipeError
 from tigon.recipe.keys import ModelConfig

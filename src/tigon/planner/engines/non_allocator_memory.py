@@ -12,8 +12,8 @@ records in benchmarks/results/nvidia-h200 have it as `non_allocator_bytes`. Medi
 
 The second line is of 5 of these runs and of 7 rows of the case long-rows, on H100s and H200s: activations waited on the
 host. The planner counts 0.95 GiB, near the upper end, because such runs fill the GPU. It leaves out two amounts: GaLore
-takes up to 0.16 GiB more, and paged optimizers keep 4 and 9 GiB on the GPU while there is room. Nine of the runs read 0.84 GiB more than other runs of their kind, as if
-another process had a context on the GPU.
+takes up to 0.16 GiB more, and paged optimizers keep 4 and 9 GiB on the GPU while there is room. Nine of the runs read
+0.84 GiB more than other runs of their kind, as if another process had a context on the GPU.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def sets_expandable_segments(settings: Settings, gpu: Gpu | None) -> bool:
     """Whether `tigon train` switches expandable segments on for a run with these settings.
 
     It does so on one NVIDIA GPU if activations or frozen layers wait on the host. Such runs have long rows, whose large
-    tensors leave large gaps: 7 to 13 % of the plans for README.md's lengths. Settings of the user's own stay as they are.
+    tensors leave large gaps: 7 to 13 % of the plans for README.md's lengths. Settings of the user's own stay.
 
     Args:
         settings: The run's techniques.

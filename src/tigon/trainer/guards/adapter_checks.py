@@ -87,7 +87,7 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
 
 
 def _check_read_as_dense(subject: str, method: str, settings: Settings) -> None:
-    """Refuse settings that a checkpoint which is read as dense weights does not have. subject: How the message begins."""
+    """Refuse settings that do not go with a checkpoint read as dense weights. subject: How the message begins."""
     from tigon.techniques.lora import stored_weights  # loads transformers
 
     if settings.lora.quantize:
@@ -97,15 +97,15 @@ def _check_read_as_dense(subject: str, method: str, settings: Settings) -> None:
         )
     if settings.sharding.zero == 3:
         raise RecipeError(
-            f"{subject}, and tigon has not tried to read them into the parts of ZeRO-3; set sharding.fsdp: true instead "
-            "of sharding.zero, or name the checkpoint in 16 bits"
+            f"{subject}, and tigon has not tried to read them into the parts of ZeRO-3; set sharding.fsdp: true "
+            "instead of sharding.zero, or name the checkpoint in 16 bits"
         )
     if missing := stored_weights.unreadable(method):
         raise RecipeError(f"{subject}, and {missing}, or name the checkpoint in 16 bits")
 
 
 def read_as_dense_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
-    """A warning if a checkpoint's quantised weights are read as dense ones, because the run takes more than their bytes."""
+    """A warning if quantised weights are read as dense ones, because the run then takes more than their bytes."""
     from tigon.techniques.lora import stored_weights  # loads transformers
 
     words = stored_weights.AS_DENSE.get(stored_weights.of(config).get("quant_method") or "")

@@ -36,8 +36,7 @@ from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import segments
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import preflight, segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -39,8 +39,9 @@ def switch_on(settings: Settings, device: torch.device) -> None:
         _set(EXPANDABLE.replace("True", "False"))
         if launch.rank() == 0:
             print(
-                "warning  this GPU has no expandable segments, with which the plan counts; free memory may be fragmented: "
-                f"{str(error).splitlines()[0]} ({ALLOCATOR_SETTINGS}=expandable_segments:False leaves them out of the plan)",
+                "warning  this GPU has no expandable segments, with which the plan counts; free memory may be "
+                f"fragmented: {str(error).splitlines()[0]} ({ALLOCATOR_SETTINGS}=expandable_segments:False leaves them "
+                "out of the plan)",
                 flush=True,
             )
 
