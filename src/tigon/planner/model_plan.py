@@ -106,7 +106,7 @@ class CheckpointPlan:
             estimate, request, train = option.estimate, option.request, option.request.settings.train
             fits = "fits" if estimate.device_bytes <= self.memory_bytes else "too large"
             lines.append(
-                f"  {train.gradient_accumulation:>3} x {request.batch:<4} {train.checkpointing:<28} "
+                f"  {request.micro_batches:>3} x {request.batch:<4} {train.checkpointing:<28} "
                 f"{_gib(estimate.device_bytes):>10} {estimate.step_s:>9.3g} s  {fits}"
             )
         return "\n".join(lines)
@@ -174,7 +174,7 @@ def plan(
         checkpointing=chosen.settings.train.checkpointing,
         cuda_graphs=bool(chosen.settings.train.cuda_graphs),
         batch=chosen.batch,
-        accumulate=chosen.settings.train.gradient_accumulation,
+        accumulate=chosen.micro_batches,
         accumulation_fusion=accumulation.fuses(chosen.settings),
         seq=seq,
         peak_allocated_bytes=estimate.peak_allocated_bytes,

@@ -45,7 +45,7 @@ def step_seconds(
     byte_s = traffic.ring_share / gpu.peer_bytes_s
     peers_s = max(traffic.peers_last * byte_s, traffic.peers * byte_s - hidden_s)
     update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
-    return micro_s * settings.train.gradient_accumulation + update_s + link_s + peers_s
+    return micro_s * request.micro_batches + update_s + link_s + peers_s
 
 
 def _with_copies_s(tape: Tape, gpu: Gpu, copies_s: float) -> float:

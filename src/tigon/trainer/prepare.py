@@ -129,11 +129,15 @@ class Prepared(Setup):
         return _LONG_RUN.sub(r"\1 x many", self.tokenizer.decode(self.prompt))
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step in all processes."""
+        return resume_rules.samples_per_step(self.recipe, self.settings.sharding.gpus)
+
+    @property
     def size_words(self) -> str:
         """How much the run trains: optimizer steps, samples, rows and learned tokens."""
         data, n_steps = self.data, self.data["steps"]
-        per_step = resume_rules.samples_per_step(self.recipe, self.settings.sharding.gpus)
-        words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
+        words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {self.samples_per_step:,} samples"
         words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
         if "rows_per_sample" in data:
             each = data["rows_per_sample"]

@@ -92,7 +92,7 @@ class Fsdp(Engine):
                 kept=False,
                 copies=self._copies(),
                 # accelerate reduces only in the last micro-batch (no_sync)
-                whole_until_last_micro_batch=settings.train.gradient_accumulation > 1,
+                whole_until_last_micro_batch=request.micro_batches > 1,
             ),
             gathered=self._gathered(model),
             traffic=replace(self._traffic(model, link), waited=summed_bytes(request)),
