@@ -129,7 +129,9 @@ DRAWN = {
     # One head of k and two of v fit every case that has no documents.
     "gated_delta_rule": st.builds(
         lambda shape, state: Case(
-            id="drawn", shape=(shape[0], shape[1], 1, 2, *shape[2:]), options={"state": state, "output_final_state": True}
+            id="drawn",
+            shape=(*shape[:2], 1, 2, shape[2]),
+            options={"values": shape[3], "state": state, "output_final_state": True},
         ),
         st.tuples(_integers(1, 2), _integers(1, 140), _integers(1, 40), _integers(1, 40)),
         st.booleans(),

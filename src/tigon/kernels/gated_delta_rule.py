@@ -41,9 +41,11 @@ from tigon.kernels import _launch
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-SUB = tl.constexpr(16)  # rows of the blocks of I + L that are inverted row by row
+# TF32 takes three products for a factor in fp32; AMD's matrix units have fp32.
+PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+SUB = tl.constexpr(int(os.environ.get("TIGON_SUB", "64")))  # rows of the blocks of I + L that are inverted row by row
 VALUES = 32  # columns of the state in a program of the recurrent kernels
-COLUMNS = 64  # columns of V that a program of the other kernels takes at once
+COLUMNS = int(os.environ.get("TIGON_COLUMNS", "64"))  # columns of V that a program of the other kernels takes at once
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def product(a, b):
     """a · b in fp32. Factors in fp32 are multiplied in fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -383,7 +385,7 @@ def state_gradients_kernel(
 def outer(A, B, rows, stride_a, stride_b, end, VALUES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr):
     """a · bᵀ, summed over V: (CHUNK, CHUNK)."""
     total = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-    for v in tl.static_range(0, VALUES, BLOCK_V):
+    for v in range(0, VALUES, BLOCK_V):
         cols = v + tl.arange(0, BLOCK_V)
         a = tile(A, rows, cols, stride_a, VALUES, end)
         total += product(a, tl.trans(tile(B, rows, cols, stride_b, VALUES, end)))
@@ -406,7 +408,7 @@ def by_state(
 ):
     """a · sᵀ, summed over V: (CHUNK, BLOCK)."""
     total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
-    for v in tl.static_range(0, VALUES, BLOCK_V):
+    for v in range(0, VALUES, BLOCK_V):
         cols = v + tl.arange(0, BLOCK_V)
         a = tile(A, rows, cols, stride_a, VALUES, end)
         total += product(a, tl.trans(tile(S, d, cols, VALUES, VALUES, WIDTH)))
