@@ -14,6 +14,7 @@ steps   LoRA of rank 16 on all linear layers, full checkpointing, 8192 tokens as
             PyTorch                 transformers with its own code for the gated delta rule and the convolution
             flash-linear-attention  transformers with that library's kernels, where it is installed
             tigon                   tigon.patch, beside that library where it is installed
+            tigon's op              tigon.patch with tigon's gated delta rule in the library's place
         PyTorch's code mixes packed documents, so it runs with one document alone. flash-linear-attention 0.6 refuses
         its backward on Hopper with Triton 3.4 to 3.7.0; the record then has the message.
 """
@@ -25,6 +26,7 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +44,7 @@ from tigon.bench import timing
 from tigon.bench.numerical_errors import relative_error
 from tigon.models import packed_documents
 from tigon.models.loading.presets import PRESETS
+from tigon.models.seams import convolution as state_layers
 from tigon.models.seams.documents import document_numbers
 from tigon.ops import OPS
 from tigon.planner.request import Request
@@ -49,7 +52,8 @@ from tigon.planner.request import Request
 PARTS = ("ops", "steps")
 PRESET, TOKENS, DOCUMENTS, TURNS = "qwen3.5-9b", 8192, 16, 3
 FLA = "flash-linear-attention"
-FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True}
+OWN = "tigon's op"
+FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True, OWN: False}
 """Version -> whether it may use the library."""
 REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 """The functions of transformers that look for a library."""
@@ -143,6 +147,29 @@ def gated_norm(rows: int, width: int, device: torch.device) -> Problem:
     return Problem("gated_rms_norm", f"{rows} x {width}", inputs, calls, calls["PyTorch"])
 
 
+def scan(tokens: int, heads: int, width: int, documents: int, device: torch.device) -> Problem:
+    """The gated delta rule of two heads of v for each of k, with q and k of length one."""
+    q, k = (F.normalize(torch.randn(1, tokens, heads, width, device=device), dim=-1).bfloat16() for _ in range(2))
+    v = torch.randn(1, tokens, 2 * heads, width, device=device, dtype=torch.bfloat16)
+    g, beta = -0.5 * torch.rand(2, 1, tokens, 2 * heads, device=device) ** 2
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": -2 * beta.bfloat16()}
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    bounds = bounds_of(positions(tokens, documents, device)) if documents > 1 else None
+    op = OPS["gated_delta_rule"]
+    tigons = lambda q, k, v, g, beta: op.call(q, k, v, g, beta, cu_seqlens=bounds)[0]  # noqa: E731
+    calls: dict[str, Callable[..., Tensor]] = {"tigon": tigons}
+    if has_fla():
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        ends = None if bounds is None else bounds.long()
+        calls[FLA] = lambda q, k, v, g, beta: rule(q, k, v, g, beta, cu_seqlens=ends)[0]
+    if documents == 1:
+        modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        plain = getattr(modeling.torch_chunk_gated_delta_rule, "__wrapped__", modeling.torch_chunk_gated_delta_rule)
+        calls["PyTorch"] = lambda q, k, v, g, beta: plain(q, k, v, g, beta)[0]
+    # In fp64 the op is the chunked formula in PyTorch, which the tests compare with the recurrence.
+    return Problem("gated_delta_rule", f"{tokens} x {2 * heads} heads, {documents} documents", inputs, calls, tigons)
+
+
 def router(name: str, tokens: int, experts: int, groups: int, top_groups: int, device: torch.device) -> Problem:
     logits = torch.randn(tokens, experts, device=device, requires_grad=True)
     bias = 0.1 * torch.randn(experts, device=device)
@@ -160,6 +187,9 @@ def problems(tiny: bool, device: torch.device) -> Iterator[Problem]:
     torch.manual_seed(0)
     yield convolution(tokens, channels, 1, device)
     yield convolution(tokens, channels, 4 if tiny else DOCUMENTS, device)
+    heads = 1 if tiny else 16
+    yield scan(tokens, heads, width, 1, device)
+    yield scan(tokens, heads, width, 4 if tiny else DOCUMENTS, device)
     yield gated_norm(tokens if tiny else 32 * tokens, width, device)
     yield router("deepseek-v3", tokens, 256, 8, 4, device)
     yield router("glm-4.5-air", tokens, 128, 1, 1, device)
@@ -173,8 +203,14 @@ def measured(problem: Problem, device: torch.device) -> dict[str, Any]:
     exact = results(problem.truth, wide, dy.double())
     calls = {name: partial(results, call, problem.inputs, dy) for name, call in problem.calls.items()}
     names = ("out", *(f"d{name}" for name in problem.inputs))
-    errors = {name: dict(zip(names, map(relative_error, call(), exact), strict=True)) for name, call in calls.items()}
-    about = {"op": problem.op, "problem": problem.name}
+    errors, refusals = {}, {}
+    for name, call in [*calls.items()]:
+        try:
+            errors[name] = dict(zip(names, map(relative_error, call(), exact), strict=True))
+        except (RuntimeError, NotImplementedError) as error:  # a library that refuses
+            refusals[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            del calls[name]
+    about = {"op": problem.op, "problem": problem.name, "refusals": refusals}
     return about | {"median_ms": times_ms(calls, device), "peak_bytes": peaks_bytes(calls, device), "errors": errors}
 
 
@@ -201,7 +237,10 @@ def run_by(version: str, trained: Trained, documents: int) -> Iterator[None]:
             stack.enter_context(patch.multiple(modeling, **own))
         positions_1T = positions(trained.ids_BT.numel(), documents, trained.device)
         trained.inputs = {"position_ids": positions_1T}
-        if version == "tigon":
+        if version in ("tigon", OWN):
+            objection = None if version == OWN else "the library runs its gated delta rule"
+            stack.enter_context(patch.object(state_layers, "rule_objection", lambda layer: objection))
+        if version in ("tigon", OWN):
             stack.callback(tigon.patch(trained.model).undo)
             if documents > 1:
                 stack.callback(packed_documents.keep_apart(trained.model.get_base_model()))
@@ -214,6 +253,8 @@ def steps(bench: Bench, trained: Trained, config: Any, documents: int) -> dict[s
     """Median step, peak and losses of each version."""
     versions = [name for name in FLA_VERSIONS if name != FLA or has_fla()]
     versions = [name for name in versions if name != "PyTorch" or documents == 1]
+    if only := os.environ.get("VERSIONS"):
+        versions = [name for name in versions if name in only.split(",")]
     turns: dict[str, list[timing.Steps]] = {version: [] for version in versions}
     rows: dict[str, dict[str, Any]] = {version: {} for version in versions}
     start = [parameter.detach().clone() for parameter in trained.parameters]

@@ -156,7 +156,7 @@ def takes_documents(runs: Mapping[str, str]) -> bool:
     scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
     if not scans:
         return runs.get(CONVOLUTION.name) in (PYTORCH, TIGON)
-    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
+    return all(kind.bounds and runs[kind.name] in (kind.library, TIGON) for kind in scans)
 
 
 @functools.cache
@@ -228,6 +228,12 @@ def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = 
     )
 
 
+def refused_here() -> str | None:
+    """The sentence of `refused_backward` if the library's gated delta rule cannot train on this GPU."""
+    library = DELTA_RULE.library
+    return refused_backward([LayerPath(DELTA_RULE.name, 1, library, library)])
+
+
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:
     """The classes of the layers of each kind that the model has, one per layer."""
     kinds_of = _kinds_of(model)
@@ -250,9 +256,9 @@ def _calls(cls: type[nn.Module]) -> frozenset[str]:
 
 def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
     """What runs this kind's part of a layer of this class."""
-    if kind is CONVOLUTION and any(
-        getattr(vars(part).get("_tigon_seam"), "flag", "") == "convolution" for part in layer.__mro__
-    ):
+    seams = [vars(part).get("_tigon_seam") for part in layer.__mro__]
+    of_states = [seam for seam in seams if getattr(seam, "flag", "") == "convolution"]
+    if of_states and (kind is CONVOLUTION or (kind is DELTA_RULE and of_states[0].rule)):
         return TIGON
     for part in layer.__mro__:
         bound = getattr(sys.modules.get(part.__module__), kind.function, part)
