@@ -45,7 +45,8 @@ INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 SUB = tl.constexpr(int(os.environ.get("TIGON_SUB", "64")))  # rows of the blocks of I + L that are inverted row by row
 VALUES = 32  # columns of the state in a program of the recurrent kernels
-COLUMNS = int(os.environ.get("TIGON_COLUMNS", "64"))  # columns of V that a program of the other kernels takes at once
+COLUMNS = 64  # columns of V that a program of the other kernels takes at once
+WARPS = {"prepare": 4, "states": 4, "outputs": 4, "du": 4, "state_gradients": 4, "gradients": 8}
 
 
 @triton.jit
@@ -533,10 +534,6 @@ def rows_of(x):
     return x if fits or not x.numel() else x.contiguous()
 
 
-def _warps(block):
-    return 4 if block >= 64 else 2
-
-
 class _Problem:
     """The shapes of a call, and its arguments in the order of the kernels."""
 
@@ -558,12 +555,12 @@ class _Problem:
         values = {"VALUES": self.values, "CHUNK": self.chunk, "BLOCK": self.block, "BLOCK_V": block_v}
         return {"WIDTH": self.width, **values, "VARLEN": self.cu is not None}
 
-    def per_chunk(self, kernel, x, warps, **arguments):
-        launch(kernel, (self.chunks, self.heads), x, num_warps=warps, **arguments)
+    def per_chunk(self, kernel, x, name, **arguments):
+        launch(kernel, (self.chunks, self.heads), x, num_warps=WARPS[name], **arguments)
 
-    def per_sequence(self, kernel, x, **arguments):
+    def per_sequence(self, kernel, x, name, **arguments):
         grid = (self.heads * cdiv(self.values, arguments["BLOCK_V"]), self.sequences)
-        launch(kernel, grid, x, num_warps=4, **arguments)
+        launch(kernel, grid, x, num_warps=WARPS[name], **arguments)
 
 
 def _states(p, k, v, gamma, beta, inverse, state, final):
@@ -573,6 +570,7 @@ def _states(p, k, v, gamma, beta, inverse, state, final):
     p.per_sequence(
         states_kernel,
         k,
+        "states",
         K=k,
         V=v,
         GAMMA=gamma,
@@ -608,11 +606,11 @@ def gated_delta_rule_fwd(q, k, v, g, beta, state, cu_seqlens, scale, want_final)
     sizes = p.sizes(COLUMNS)
     narrow = {name: sizes[name] for name in ("WIDTH", "CHUNK", "BLOCK", "VARLEN")}
     shared = {**p.bounds(), **p.numbers, "stride_k": k.stride(1), **narrow}
-    p.per_chunk(prepare_kernel, k, 4, K=k, G=g, BETA=beta, GAMMA=gamma, INVERSE=inverse, **shared)
+    p.per_chunk(prepare_kernel, k, "prepare", K=k, G=g, BETA=beta, GAMMA=gamma, INVERSE=inverse, **shared)
     s, u = _states(p, k, v, gamma, beta, inverse, state, final)
     strides = {"stride_q": q.stride(1), "stride_k": k.stride(1), "scale": float(scale)}
     p.per_chunk(
-        outputs_kernel, k, 4, Q=q, K=k, GAMMA=gamma, S=s, U=u, **p.bounds(), O=o, **p.numbers, **strides, **sizes
+        outputs_kernel, k, "outputs", Q=q, K=k, GAMMA=gamma, S=s, U=u, **p.bounds(), O=o, **p.numbers, **strides, **sizes
     )
     return o, final, gamma, inverse
 
@@ -637,11 +635,12 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
     dr, ds = torch.empty_like(dv), torch.empty_like(s)
     shared = {**p.numbers, **strides}
     p.per_chunk(
-        du_kernel, k, 4, DO=do, Q=q, K=k, GAMMA=gamma, **p.bounds(), DU=dr, **shared, **scaled, **sizes
+        du_kernel, k, "du", DO=do, Q=q, K=k, GAMMA=gamma, **p.bounds(), DU=dr, **shared, **scaled, **sizes
     )
     p.per_sequence(
         state_gradients_kernel,
         k,
+        "state_gradients",
         DO=do,
         DFINAL=dfinal,
         Q=q,
@@ -662,7 +661,7 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
     p.per_chunk(
         gradients_kernel,
         k,
-        8 if p.block >= 64 else 4,
+        "gradients",
         DO=do,
         Q=q,
         K=k,
