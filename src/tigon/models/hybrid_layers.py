@@ -134,8 +134,15 @@ def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
 
 
 def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
-    """What runs layers of a kind. The op of a patched model takes the place of PyTorch's convolution."""
-    return TIGON if fused and kind is CONVOLUTION and runs == PYTORCH else runs
+    """What runs layers of a kind.
+
+    The ops of a patched model take the place of PyTorch's convolution and gated delta rule, and of the library's gated
+    delta rule where it cannot train.
+    """
+    if not fused or kind not in (CONVOLUTION, DELTA_RULE):
+        return runs
+    refused = kind is DELTA_RULE and runs == kind.library and refused_here() is not None
+    return TIGON if runs == PYTORCH or refused else runs
 
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
