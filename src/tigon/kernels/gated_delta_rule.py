@@ -20,8 +20,8 @@ backward, from the gradients do of the chunk's outputs and dS' of the state afte
         dk_row = β · (x - e^γ · n)
         dk_col = scale · (D ∘ do·uᵀ)ᵀ · q + (D ∘ dL)ᵀ · (β · k) + e^{γ_C - γ} · (u · dS'ᵀ)
     dβ = dr·v - e^γ · (k·n) + k·x
-    dγ = q·dq + k·dk_row - k·dk_col, and for the last token e^{γ_C} · <S, dS'> + Σ e^{γ_C - γ} · k·(u · dS'ᵀ)
-    dg is the sum of dγ from the token to the end of the chunk
+    dγ = q·dq + k·dk_row - k·dk_col, without the terms of j = t, and without n' = e^{γ_C - γ} · k·(u · dS'ᵀ) in dk_col
+    dg is the sum of dγ from the token to the end of the chunk, of n' before the token, and e^{γ_C} · <S, dS'>
 
 Each column of the state has its own recurrence, so a program of the recurrent kernels has a few columns of one head and
 walks over the chunks. All other products run in one program for each chunk. Only T and γ stay for the backward, which
@@ -43,9 +43,7 @@ from tigon.kernels._launch import cdiv, launch, next_power_of_2
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # TF32 takes three products for a factor in fp32; AMD's matrix units have fp32.
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
-SUB = tl.constexpr(int(os.environ.get("TIGON_SUB", "64")))  # rows of the blocks of I + L that are inverted row by row
-VALUES = 32  # columns of the state in a program of the recurrent kernels
-COLUMNS = 64  # columns of V that a program of the other kernels takes at once
+CHUNK = 64  # tokens of a chunk; the shapes of the results depend on it
 WARPS = {"prepare": 4, "states": 4, "outputs": 4, "du": 4, "state_gradients": 4, "gradients": 8}
 
 
@@ -100,6 +98,12 @@ def store(X, value, rows, cols, stride, width, end):
 
 
 @triton.jit
+def sums_of(GAMMA, rows, HEADS, head, end):
+    """γ of the rows. Rows after the end have the last token's: e^{0 - γ} would be infinite for a small γ."""
+    return tl.load(GAMMA + tl.minimum(rows, end - 1) * HEADS + head)
+
+
+@triton.jit
 def decay(gamma, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
     """D, or Dᵀ. gamma: (CHUNK,)"""
     t = tl.arange(0, CHUNK)
@@ -114,24 +118,14 @@ def decay(gamma, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def inverse(lower, CHUNK: tl.constexpr):
-    """(I + lower)⁻¹ of a strictly lower triangle in fp32.
-
-    Blocks of SUB rows on the diagonal are eliminated column by column, all of them at once. Two neighbours are then
-    joined: with X the inverse of the diagonal and M what is below it, the inverse of both is X - X · M · X.
-    """
+    """(I + lower)⁻¹ of a strictly lower triangle in fp32, eliminated column by column."""
     t = tl.arange(0, CHUNK)
     row, col = t[:, None], t[None, :]
     x = tl.where(row == col, 1.0, 0.0)
-    inside = tl.where(row // SUB == col // SUB, lower, 0.0)
-    for i in range(SUB):
-        factors = tl.sum(tl.where(col % SUB == i, inside, 0.0), axis=1)
-        pivots = tl.sum(tl.where(row % SUB == i, x, 0.0), axis=0)
-        x -= tl.where(row // SUB == col // SUB, factors[:, None] * pivots[None, :], 0.0)
-    size = SUB
-    while size < CHUNK:
-        below = tl.where((row // (2 * size) == col // (2 * size)) & (row // size != col // size), lower, 0.0)
-        x -= product(product(x, below), x)
-        size *= 2
+    for i in range(CHUNK):
+        factors = tl.sum(tl.where(col == i, lower, 0.0), axis=1)
+        pivots = tl.sum(tl.where(row == i, x, 0.0), axis=0)
+        x -= factors[:, None] * pivots[None, :]
     return x
 
 
@@ -194,6 +188,7 @@ def states_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VARLEN: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_STATE: tl.constexpr,
     WANT_FINAL: tl.constexpr,
 ):
@@ -210,7 +205,7 @@ def states_kernel(
     if HAS_STATE:
         s += tile(STATE + of_sequence, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
     dtype: tl.constexpr = K.dtype.element_ty
-    for i in range(0, tl.cdiv(end - begin, CHUNK)):
+    for i in tl.range(0, tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
         at = (chunk + i) * HEADS + head
         rows = begin + i * CHUNK + t
         there = rows < end
@@ -218,7 +213,7 @@ def states_kernel(
         k = tile(K, rows, d, stride_k, WIDTH, end)
         v = tile(V, rows, cols, stride_v, VALUES, end).to(tl.float32)
         x = tile(INVERSE + at * CHUNK * CHUNK, t, t, CHUNK, CHUNK, CHUNK)
-        gamma = tl.load(GAMMA + rows * HEADS + head, mask=there, other=0.0)
+        gamma = sums_of(GAMMA, rows, HEADS, head, end)
         last = tl.load(GAMMA + (tl.minimum(begin + (i + 1) * CHUNK, end) - 1) * HEADS + head)
         beta = tl.load(BETA + rows * HEADS + head, mask=there, other=0.0).to(tl.float32)
         r = beta[:, None] * (v - tl.exp(gamma)[:, None] * product(k, s.to(dtype)))
@@ -261,7 +256,7 @@ def outputs_kernel(
         rows = first + tl.arange(0, CHUNK)
         q = tile(Q + (head // GROUP) * WIDTH, rows, d, stride_q, WIDTH, end)
         k = tile(K + (head // GROUP) * WIDTH, rows, d, stride_k, WIDTH, end)
-        gamma = tl.load(GAMMA + rows * HEADS + head, mask=rows < end, other=0.0)
+        gamma = sums_of(GAMMA, rows, HEADS, head, end)
         dtype: tl.constexpr = K.dtype.element_ty
         a = (product(q, tl.trans(k)) * decay(gamma, CHUNK, False)).to(dtype)
         at = S + (c * HEADS + head) * WIDTH * VALUES
@@ -304,7 +299,7 @@ def du_kernel(
         rows = first + tl.arange(0, CHUNK)
         q = tile(Q + (head // GROUP) * WIDTH, rows, d, stride_q, WIDTH, end)
         k = tile(K + (head // GROUP) * WIDTH, rows, d, stride_k, WIDTH, end)
-        gamma = tl.load(GAMMA + rows * HEADS + head, mask=rows < end, other=0.0)
+        gamma = sums_of(GAMMA, rows, HEADS, head, end)
         a = (product(k, tl.trans(q)) * decay(gamma, CHUNK, True) * scale).to(K.dtype.element_ty)
         for v in tl.static_range(0, VALUES, BLOCK_V):
             cols = v + tl.arange(0, BLOCK_V)
@@ -339,6 +334,7 @@ def state_gradients_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VARLEN: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_DFINAL: tl.constexpr,
     WANT_DSTATE: tl.constexpr,
 ):
@@ -357,7 +353,7 @@ def state_gradients_kernel(
         ds += tile(DFINAL + of_sequence, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
     dtype: tl.constexpr = K.dtype.element_ty
     chunks = tl.cdiv(end - begin, CHUNK)
-    for back in range(0, chunks):
+    for back in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - back
         at = (chunk + i) * HEADS + head
         rows = begin + i * CHUNK + t
@@ -367,7 +363,7 @@ def state_gradients_kernel(
         k = tile(K, rows, d, stride_k, WIDTH, end)
         do = tile(DO, rows, cols, stride_do, VALUES, end).to(tl.float32)
         x = tile(INVERSE + at * CHUNK * CHUNK, t, t, CHUNK, CHUNK, CHUNK)
-        gamma = tl.load(GAMMA + rows * HEADS + head, mask=there, other=0.0)
+        gamma = sums_of(GAMMA, rows, HEADS, head, end)
         last = tl.load(GAMMA + (tl.minimum(begin + (i + 1) * CHUNK, end) - 1) * HEADS + head)
         beta = tl.load(BETA + rows * HEADS + head, mask=there, other=0.0).to(tl.float32)
         rest = tl.where(there, tl.exp(tl.where(there, last - gamma, 0.0)), 0.0)
@@ -457,7 +453,7 @@ def gradients_kernel(
         t, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
         rows = first + t
         there = rows < end
-        gamma = tl.load(GAMMA + rows * HEADS + head, mask=there, other=0.0)
+        gamma = sums_of(GAMMA, rows, HEADS, head, end)
         beta = tl.load(BETA + rows * HEADS + head, mask=there, other=0.0).to(tl.float32)
         last = tl.load(GAMMA + (tl.minimum(first + CHUNK, end) - 1) * HEADS + head)
         since, rest = tl.exp(gamma), tl.where(there, tl.exp(tl.where(there, last - gamma, 0.0)), 0.0)
@@ -472,20 +468,24 @@ def gradients_kernel(
         wide = k.to(tl.float32)
 
         a = outer(DO, U, rows, stride_do, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False)
+        # A token's own term has no decay. It stays out of dγ, where it would cancel all but its rounding.
+        own = tl.sum(tl.where(t[:, None] == t[None, :], a, 0.0), axis=1) * scale
+        a = tl.where(t[:, None] > t[None, :], a, 0.0)
         dq = since[:, None] * by_state(DO, S + at, rows, d, stride_do, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
         dq = scale * (dq + product(a.to(dtype), k))
-        store(DQ + head * WIDTH, dq, rows, d, HEADS * WIDTH, WIDTH, end)
+        store(DQ + head * WIDTH, dq + own[:, None] * wide, rows, d, HEADS * WIDTH, WIDTH, end)
         q = tile(Q + (head // GROUP) * WIDTH, rows, d, stride_q, WIDTH, end)
         dgamma = tl.sum(q.to(tl.float32) * dq, axis=1)
 
         later = rest[:, None] * by_state(U, DS + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
-        of_last = tl.sum(tl.sum(wide * later, axis=1), axis=0)
+        of_last = tl.sum(wide * later, axis=1)
         backwards = decay(gamma, CHUNK, True)
         a = outer(U, DO, rows, dense, stride_do, end, VALUES, CHUNK, BLOCK_V) * backwards * scale
-        dk = later + product(a.to(dtype), q)
+        dk = product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), q)
         a = outer(U, DR, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * backwards * beta[None, :]
         dk -= product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), k)
         dgamma -= tl.sum(wide * dk, axis=1)
+        dk += later + own[:, None] * q.to(tl.float32)
 
         a = outer(DR, U, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False)
         x = product(tl.where(t[:, None] > t[None, :], -a, 0.0).to(dtype), k)
@@ -503,16 +503,21 @@ def gradients_kernel(
             s = tile(S + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
             kept += tl.sum(tl.sum(s * tile(DS + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32), axis=1), axis=0)
         tl.store(DBETA + rows * HEADS + head, of_beta.to(DBETA.dtype.element_ty), mask=there)
-        dg = tl.cumsum(dgamma, axis=0, reverse=True) + of_last + kept * tl.exp(last)
+        # The sum over the tokens before each one, added up without what it would subtract again.
+        before = tl.sum(tl.where(t[:, None] < t[None, :], of_last[:, None], 0.0), axis=0)
+        dg = tl.cumsum(dgamma, axis=0, reverse=True) + before + kept * tl.exp(last)
         tl.store(DG + rows * HEADS + head, dg.to(DG.dtype.element_ty), mask=there)
 
 
 # --- launches ---
 
 
-def chunk_size(x):
-    """Tokens of a chunk. Chips with less than 96 KiB of shared memory take half."""
-    return 64 if _launch.shared_bytes(x.device.index) >= 96 << 10 or x.device.type == "cpu" else 32
+def tiles(x):
+    """(columns of the state, columns of V, chunks that are loaded ahead) of a program, by the chip's shared memory."""
+    shared = _launch.shared_bytes(x.device.index)
+    if shared >= 200 << 10:
+        return 32, 64, 3
+    return (32, 32, 1) if shared >= 96 << 10 else (16, 16, 1)
 
 
 def chunks_of(cu_seqlens, B, T, chunk):
@@ -539,7 +544,8 @@ class _Problem:
 
     def __init__(self, q, k, v, cu_seqlens):
         (self.B, self.T, H, self.width), (self.heads, self.values) = k.shape, v.shape[2:]
-        self.chunk, self.group = chunk_size(k), self.heads // H
+        self.chunk, self.group = CHUNK, self.heads // H
+        self.state_columns, self.columns, self.stages = tiles(k)
         self.cu = cu_seqlens
         self.chunks, self.offsets, self.documents = chunks_of(cu_seqlens, self.B, self.T, self.chunk)
         self.sequences = self.B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -584,7 +590,8 @@ def _states(p, k, v, gamma, beta, inverse, state, final):
         **p.numbers,
         stride_k=k.stride(1),
         stride_v=v.stride(1),
-        **p.sizes(VALUES),
+        **p.sizes(p.state_columns),
+        STAGES=p.stages,
         HAS_STATE=state is not None,
         WANT_FINAL=final is not None,
     )
@@ -603,7 +610,7 @@ def gated_delta_rule_fwd(q, k, v, g, beta, state, cu_seqlens, scale, want_final)
     final = k.new_empty((p.sequences, p.heads, p.width, p.values), dtype=torch.float32) if want_final else None
     if not v.numel():
         return o, (final.zero_() if state is None else final.copy_(state)) if want_final else None, gamma, inverse
-    sizes = p.sizes(COLUMNS)
+    sizes = p.sizes(p.columns)
     narrow = {name: sizes[name] for name in ("WIDTH", "CHUNK", "BLOCK", "VARLEN")}
     shared = {**p.bounds(), **p.numbers, "stride_k": k.stride(1), **narrow}
     p.per_chunk(prepare_kernel, k, "prepare", K=k, G=g, BETA=beta, GAMMA=gamma, INVERSE=inverse, **shared)
@@ -631,7 +638,7 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
         return torch.zeros_like(q), torch.zeros_like(k), dv, dg.zero_(), dbeta.zero_(), dstate
     s, u = _states(p, k, v, gamma, beta, inverse, state, None)
     strides = {"stride_do": do.stride(1), "stride_q": q.stride(1), "stride_k": k.stride(1)}
-    sizes, scaled = p.sizes(COLUMNS), {"scale": float(scale)}
+    sizes, scaled = p.sizes(p.columns), {"scale": float(scale)}
     dr, ds = torch.empty_like(dv), torch.empty_like(s)
     shared = {**p.numbers, **strides}
     p.per_chunk(
@@ -654,7 +661,8 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
         DSTATE=dstate,
         **shared,
         **scaled,
-        **p.sizes(VALUES),
+        **p.sizes(p.state_columns),
+        STAGES=p.stages,
         HAS_DFINAL=dfinal is not None,
         WANT_DSTATE=dstate is not None,
     )

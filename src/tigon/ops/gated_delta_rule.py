@@ -214,18 +214,21 @@ def _chunk_gradients(
     u = _corrections(s, k, v, gamma, beta, inverse)
     du = scale * (decay * (q @ k.mT)).mT @ do + rest * (k @ ds)
     dr = inverse.mT @ du
-    da, dl = decay * (do @ u.mT), -(decay * (dr @ u.mT)).tril(-1)
+    da, dl = (decay * (do @ u.mT)).tril(-1), -(decay * (dr @ u.mT)).tril(-1)
+    own = scale * (do * u).sum(-1, keepdim=True)  # without a decay, so no part of dγ
     dq = scale * (since * (do @ s.mT) + da @ k)
     later = rest * (u @ ds.mT)
-    column = scale * da.mT @ q + dl.mT @ (beta[..., None] * k) + later
+    column = scale * da.mT @ q + dl.mT @ (beta[..., None] * k)
     x = dl @ k - since * (dr @ s.mT)
     row = beta[..., None] * x
     dgamma = (q * dq + k * row - k * column).sum(-1)
-    of_last = (k * later).sum((-1, -2)) + gamma[..., -1].exp() * (s * ds).sum((-1, -2))
-    dg = dgamma.flip(-1).cumsum(-1).flip(-1) + of_last[..., None]
+    of_last = (k * later).sum(-1).cumsum(-1)[..., :-1]
+    kept = gamma[..., -1].exp() * (s * ds).sum((-1, -2))
+    dg = dgamma.flip(-1).cumsum(-1).flip(-1) + torch.nn.functional.pad(of_last, (1, 0)) + kept[..., None]
+    dk = row + column + later + own * q
     before = gamma[..., -1].exp()[..., None, None] * ds + q.mT @ (scale * since * do)
     before = before - k.mT @ (since * beta[..., None] * dr)
-    return dq, row + column, beta[..., None] * dr, dg, (dr * v).sum(-1) + (k * x).sum(-1), before
+    return dq + own * k, dk, beta[..., None] * dr, dg, (dr * v).sum(-1) + (k * x).sum(-1), before
 
 
 def _fwd_fake(
@@ -367,7 +370,7 @@ def gated_delta_rule(
         (B, T, G, V) in v's dtype, and (N, G, K, V) in fp32 (fp64 for fp64 inputs) or None.
 
     Raises:
-        ShapeError: a tensor has another shape or is on another device, K is over 256, or cu_seqlens is given for
+        ShapeError: a tensor has another shape or is on another device, K is over 128, or cu_seqlens is given for
             several rows.
         DtypeError: a dtype is not supported, q, k and v differ in dtype, or some are fp64 and v is not.
         OptionError: scale is not a number.
@@ -381,7 +384,7 @@ def gated_delta_rule(
     return o, final if output_final_state else None
 
 
-MAX_WIDTH = 256
+MAX_WIDTH = 128
 
 
 def _check(
