@@ -36,13 +36,12 @@ import os
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from tigon.kernels import _launch
 from tigon.kernels._launch import cdiv, launch, next_power_of_2
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# TF32 takes three products for a factor in fp32; AMD's matrix units have fp32.
-PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 CHUNK = 64  # tokens of a chunk; the shapes of the results depend on it
 WARPS = {"prepare": 4, "states": 4, "outputs": 4, "du": 4, "state_gradients": 4, "gradients": 8}
 
@@ -52,7 +51,9 @@ def product(a, b):
     """a · b in fp32. Factors in fp32 are multiplied in fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    return tl.dot(a, b, input_precision=PRECISION)
+    if is_cuda():
+        return tl.dot(a, b, input_precision="tf32x3")  # three products of TF32 for factors in fp32
+    return tl.dot(a, b, input_precision="ieee")  # AMD's matrix units have fp32
 
 
 @triton.jit
@@ -477,14 +478,14 @@ def gradients_kernel(
         q = tile(Q + (head // GROUP) * WIDTH, rows, d, stride_q, WIDTH, end)
         dgamma = tl.sum(q.to(tl.float32) * dq, axis=1)
 
-        later = rest[:, None] * by_state(U, DS + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
-        of_last = tl.sum(wide * later, axis=1)
         backwards = decay(gamma, CHUNK, True)
         a = outer(U, DO, rows, dense, stride_do, end, VALUES, CHUNK, BLOCK_V) * backwards * scale
         dk = product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), q)
         a = outer(U, DR, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * backwards * beta[None, :]
         dk -= product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), k)
         dgamma -= tl.sum(wide * dk, axis=1)
+        later = rest[:, None] * by_state(U, DS + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
+        of_last = tl.sum(wide * later, axis=1)
         dk += later + own[:, None] * q.to(tl.float32)
 
         a = outer(DR, U, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False)

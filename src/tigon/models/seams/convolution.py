@@ -89,7 +89,7 @@ class ConvolutionSeam(Seam):
         runs = runs_in(CONVOLUTION, type(module))
         if runs != PYTORCH:
             return f"{runs} runs its convolution"
-        if self.rule and (reason := rule_objection(type(module))):
+        if self.rule and (reason := rule_objection(type(module)) or delta_rule.too_wide(module)):
             return reason
         original = self.code(module)
         for width, silu in ((4, "silu"), (3, None)):

@@ -79,6 +79,12 @@ def fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(delta_rule, original)
 
 
+def too_wide(module: nn.Module) -> str | None:
+    """Why the op cannot run the rule of a layer whose keys are wide, or None."""
+    width = getattr(module, "head_k_dim", 0)
+    return f"its keys have {width} numbers; the op's limit is {MAX_WIDTH}" if width > MAX_WIDTH else None
+
+
 def objection(original: Callable[..., Any]) -> str | None:
     """Why the op must not take the place of a function, or None: PyTorch's code under its decorator differs."""
     plain = inspect.unwrap(original)
