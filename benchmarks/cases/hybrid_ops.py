@@ -230,7 +230,12 @@ def config_of(bench: Bench) -> Any:
     config_class = importlib.import_module("transformers").AutoConfig
     layers = bench.given.layers or (TINY_LAYERS if bench.tiny else PRESETS[bench.given.preset]["num_hidden_layers"])
     return config_class.for_model(
-        **{**PRESETS[bench.given.preset], **(TINY if bench.tiny else {}), "num_hidden_layers": layers, "use_cache": False}
+        **{
+            **PRESETS[bench.given.preset],
+            **(TINY if bench.tiny else {}),
+            "num_hidden_layers": layers,
+            "use_cache": False,
+        }
     )
 
 

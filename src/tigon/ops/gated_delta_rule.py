@@ -125,7 +125,7 @@ def _fwd_reference(
     want_final: bool,
 ) -> DeltaRuleResults:
     results = _fwd_fake(q, k, v, g, beta, state, cu_seqlens, scale, want_final)
-    (B, T, H, K), group = k.shape, v.shape[2] // k.shape[2]
+    (B, T, _, K), group = k.shape, v.shape[2] // k.shape[2]
     results.inverse.zero_()
     for n, chunks in enumerate(_chunks(cu_seqlens, B, T)):
         sequences = slice(0, B) if cu_seqlens is None else slice(n, n + 1)
@@ -296,7 +296,7 @@ gated_delta_rule_fwd = Primitive(
 gated_delta_rule_bwd = Primitive(
     "gated_delta_rule_bwd",
     reference=_bwd_reference,
-    kernel=f"{KERNELS}:gated_delta_rule_bwd",
+    kernel=f"{KERNELS}_backward:gated_delta_rule_bwd",
     complete=_complete_bwd,
     fake=_bwd_fake,
 )
@@ -495,5 +495,7 @@ GATED_DELTA_RULE = Op(
     make=_make,
     grads=("q", "k", "v", "g", "beta", "initial_state"),
     case=Case(id="qwen3.5", shape=(1, 70, 1, 2, 24), options={"values": 20}),
+    # The oracle adds token to token. A chunk's sums of 64 gates, and its inverse, round more: in fp32 dg by up to 3 times.
+    error_factor=4.0,
     cost=_cost,
 )

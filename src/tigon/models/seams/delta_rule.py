@@ -91,9 +91,7 @@ def objection(original: Callable[..., Any]) -> str | None:
 
     def results(call: Callable[..., Any], *given: Tensor) -> Tensor:
         q, k, v, g, beta = given
-        o, final = call(
-            q, k, v, g=-g.abs(), beta=beta.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
+        o, final = call(q, k, v, g=-g.abs(), beta=beta.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True)
         return torch.cat((o.flatten(), final.flatten()))
 
     return probe.disagreement(
