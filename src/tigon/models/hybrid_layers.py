@@ -133,15 +133,15 @@ def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
     )
 
 
-def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
-    """What runs layers of a kind.
+def _fused(kind: LayerKind, runs: str, fused: bool, arch: tuple[int, int] | None = None) -> str:
+    """What runs layers of a kind on a GPU of this compute capability; None for the GPU of this process.
 
     The ops of a patched model take the place of PyTorch's convolution and gated delta rule, and of the library's gated
     delta rule where it cannot train.
     """
     if not fused or kind not in (CONVOLUTION, DELTA_RULE):
         return runs
-    refused = kind is DELTA_RULE and runs == kind.library and refused_here() is not None
+    refused = kind is DELTA_RULE and runs == kind.library and refused_on(arch) is not None
     return TIGON if runs == PYTORCH or refused else runs
 
 
@@ -173,10 +173,15 @@ def found_libraries() -> tuple[str, ...]:
     return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
-def paths_of_counts(counts: Mapping[str, int], *, fused: bool = False) -> tuple[LayerPath, ...]:
-    """`paths_of` a model that need not be built, by the libraries that are installed."""
+def paths_of_counts(
+    counts: Mapping[str, int], *, fused: bool = False, arch: tuple[int, int] | None = None
+) -> tuple[LayerPath, ...]:
+    """`paths_of` a model that need not be built, by the libraries that are installed.
+
+    arch: the compute capability of the run's GPU; None for the GPU of this process.
+    """
     return tuple(
-        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused), kind.library)
+        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused, arch), kind.library)
         for kind in KINDS
         if kind.name in counts
     )
@@ -235,10 +240,10 @@ def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = 
     )
 
 
-def refused_here() -> str | None:
-    """The sentence of `refused_backward` if the library's gated delta rule cannot train on this GPU."""
+def refused_on(arch: tuple[int, int] | None = None) -> str | None:
+    """The sentence of `refused_backward` if the library's gated delta rule cannot train there. None: on this GPU."""
     library = DELTA_RULE.library
-    return refused_backward([LayerPath(DELTA_RULE.name, 1, library, library)])
+    return refused_backward([LayerPath(DELTA_RULE.name, 1, library, library)], arch)
 
 
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:

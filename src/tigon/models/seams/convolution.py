@@ -116,7 +116,7 @@ class ConvolutionSeam(Seam):
 def rule_objection(layer: type[nn.Module]) -> str | None:
     """Why the gated delta rule of a layer stays, or None."""
     runs = runs_in(DELTA_RULE, layer)
-    if runs != PYTORCH and hybrid_layers.refused_here() is None:
+    if runs != PYTORCH and hybrid_layers.refused_on() is None:
         return f"{runs} runs its gated delta rule"
     owner = owner_of(layer.forward, delta_rule.NAME)
     assert owner is not None  # candidate() would have said so
