@@ -18,6 +18,9 @@ from tigon.kernels.gated_delta_rule import (
 )
 
 
+NARROW = 64  # columns of K that the last kernel takes at once: all 128 would spill
+
+
 @triton.jit
 def du_kernel(
     DO,  # (tokens, HEADS, VALUES)
@@ -200,7 +203,7 @@ def gradients_kernel(
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, end = place_of(CU, OFFSETS, DOCUMENTS, c, T, CHUNK, VARLEN)
     if first < end:
-        t, d = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
+        t = tl.arange(0, CHUNK)
         rows = first + t
         there = rows < end
         gamma = sums_of(GAMMA, rows, HEADS, head, end)
@@ -212,50 +215,67 @@ def gradients_kernel(
         DO += head * VALUES
         U += head * VALUES
         DR += head * VALUES
+        V += head * VALUES
+        DV += head * VALUES
+        K += (head // GROUP) * WIDTH
+        Q += (head // GROUP) * WIDTH
+        DQ += head * WIDTH
+        DK += head * WIDTH
         at = (c * HEADS + head) * WIDTH * VALUES
-        k = tile(K + (head // GROUP) * WIDTH, rows, d, stride_k, WIDTH, end)
         dtype: tl.constexpr = K.dtype.element_ty
-        wide = k.to(tl.float32)
 
-        a = outer(DO, U, rows, stride_do, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False)
-        # A token's own term has no decay. It stays out of dγ, where it would cancel all but its rounding.
-        own = tl.sum(tl.where(t[:, None] == t[None, :], a, 0.0), axis=1) * scale
-        a = tl.where(t[:, None] > t[None, :], a, 0.0)
-        dq = since[:, None] * by_state(DO, S + at, rows, d, stride_do, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
-        dq = scale * (dq + product(a.to(dtype), k))
-        store(DQ + head * WIDTH, dq + own[:, None] * wide, rows, d, HEADS * WIDTH, WIDTH, end)
-        q = tile(Q + (head // GROUP) * WIDTH, rows, d, stride_q, WIDTH, end)
-        dgamma = tl.sum(q.to(tl.float32) * dq, axis=1)
-
-        backwards = decay(gamma, CHUNK, True)
-        a = outer(U, DO, rows, dense, stride_do, end, VALUES, CHUNK, BLOCK_V) * backwards * scale
-        dk = product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), q)
-        a = outer(U, DR, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * backwards * beta[None, :]
-        dk -= product(tl.where(t[:, None] < t[None, :], a, 0.0).to(dtype), k)
-        dgamma -= tl.sum(wide * dk, axis=1)
-        later = rest[:, None] * by_state(U, DS + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
-        of_last = tl.sum(wide * later, axis=1)
-        dk += later + own[:, None] * q.to(tl.float32)
-
+        # D ∘ do·uᵀ and D ∘ dL, and both transposed. A token's own term has no decay. It stays out of dγ, where it would
+        # cancel all but its rounding.
+        before, after = t[:, None] > t[None, :], t[:, None] < t[None, :]
+        a = outer(DO, U, rows, stride_do, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False) * scale
+        own = tl.sum(tl.where(t[:, None] == t[None, :], a, 0.0), axis=1)
+        of_q = tl.where(before, a, 0.0).to(dtype)
+        a = outer(U, DO, rows, dense, stride_do, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, True) * scale
+        of_k = tl.where(after, a, 0.0).to(dtype)
         a = outer(DR, U, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, False)
-        x = product(tl.where(t[:, None] > t[None, :], -a, 0.0).to(dtype), k)
-        x -= since[:, None] * by_state(DR, S + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
-        of_beta = tl.sum(wide * x, axis=1)
-        dgamma += beta * of_beta
-        store(DK + head * WIDTH, dk + beta[:, None] * x, rows, d, HEADS * WIDTH, WIDTH, end)
+        of_row = tl.where(before, -a, 0.0).to(dtype)
+        a = outer(U, DR, rows, dense, dense, end, VALUES, CHUNK, BLOCK_V) * decay(gamma, CHUNK, True) * beta[None, :]
+        of_column = tl.where(after, -a, 0.0).to(dtype)
 
+        dgamma = tl.zeros([CHUNK], dtype=tl.float32)
+        of_last = tl.zeros([CHUNK], dtype=tl.float32)
+        of_beta = tl.zeros([CHUNK], dtype=tl.float32)
         kept = 0.0
+        for w in tl.range(0, WIDTH, BLOCK, num_stages=1):
+            d = w + tl.arange(0, BLOCK)
+            k = tile(K, rows, d, stride_k, WIDTH, end)
+            q = tile(Q, rows, d, stride_q, WIDTH, end)
+            wide = k.to(tl.float32)
+            dq = by_state(DO, S + at, rows, d, stride_do, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
+            dq = scale * since[:, None] * dq + product(of_q, k)
+            dgamma += tl.sum(q.to(tl.float32) * dq, axis=1)
+            store(DQ, dq + own[:, None] * wide, rows, d, HEADS * WIDTH, WIDTH, end)
+            dk = product(of_k, q) + product(of_column, k)
+            dgamma -= tl.sum(wide * dk, axis=1)
+            later = by_state(U, DS + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
+            later = rest[:, None] * later
+            of_last += tl.sum(wide * later, axis=1)
+            dk += later + own[:, None] * q.to(tl.float32)
+            x = by_state(DR, S + at, rows, d, dense, end, WIDTH, VALUES, CHUNK, BLOCK, BLOCK_V)
+            x = product(of_row, k) - since[:, None] * x
+            of_beta += tl.sum(wide * x, axis=1)
+            store(DK, dk + beta[:, None] * x, rows, d, HEADS * WIDTH, WIDTH, end)
+            for v in tl.static_range(0, VALUES, BLOCK_V):
+                cols = v + tl.arange(0, BLOCK_V)
+                s = tile(S + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
+                ds = tile(DS + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
+                kept += tl.sum(tl.sum(s * ds, axis=1), axis=0)
+        dgamma += beta * of_beta
+
         for v in tl.static_range(0, VALUES, BLOCK_V):
             cols = v + tl.arange(0, BLOCK_V)
             dr = tile(DR, rows, cols, dense, VALUES, end).to(tl.float32)
-            of_beta += tl.sum(dr * tile(V + head * VALUES, rows, cols, stride_v, VALUES, end).to(tl.float32), axis=1)
-            store(DV + head * VALUES, beta[:, None] * dr, rows, cols, dense, VALUES, end)
-            s = tile(S + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32)
-            kept += tl.sum(tl.sum(s * tile(DS + at, d, cols, VALUES, VALUES, WIDTH).to(tl.float32), axis=1), axis=0)
+            of_beta += tl.sum(dr * tile(V, rows, cols, stride_v, VALUES, end).to(tl.float32), axis=1)
+            store(DV, beta[:, None] * dr, rows, cols, dense, VALUES, end)
         tl.store(DBETA + rows * HEADS + head, of_beta.to(DBETA.dtype.element_ty), mask=there)
         # The sum over the tokens before each one, added up without what it would subtract again.
-        before = tl.sum(tl.where(t[:, None] < t[None, :], of_last[:, None], 0.0), axis=0)
-        dg = tl.cumsum(dgamma, axis=0, reverse=True) + before + kept * tl.exp(last)
+        earlier = tl.sum(tl.where(after, of_last[:, None], 0.0), axis=0)
+        dg = tl.cumsum(dgamma, axis=0, reverse=True) + earlier + kept * tl.exp(last)
         tl.store(DG + rows * HEADS + head, dg.to(DG.dtype.element_ty), mask=there)
 
 
@@ -327,7 +347,7 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
         **shared,
         stride_v=v.stride(1),
         **scaled,
-        **sizes,
+        **{**sizes, "BLOCK": min(p.block, NARROW)},
     )
     if p.group > 1:
         dq, dk = (x.unflatten(2, (-1, p.group)).sum(3) for x in (dq, dk))
