@@ -17,7 +17,6 @@ from tigon.kernels.gated_delta_rule import (
     tile,
 )
 
-
 NARROW = 64  # columns of K that the last kernel takes at once: all 128 would spill
 
 
