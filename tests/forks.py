@@ -5,6 +5,7 @@ Changes that a fork makes to itself end with it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -26,6 +27,17 @@ from tigon.trainer.distributed import launch
 TESTS = Path(__file__).parent
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
+
+
+def need_deepspeed() -> None:
+    """Skip the test without DeepSpeed. Otherwise import what `deepspeed.initialize` would import in each fork.
+
+    Its file for Muon loads Inductor, which takes 4 CPU seconds.
+    """
+    pytest.importorskip("deepspeed")
+    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"):
+        with contextlib.suppress(ImportError):  # another version of DeepSpeed, or no setuptools
+            importlib.import_module(name)
 
 
 def in_forks(

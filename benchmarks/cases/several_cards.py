@@ -3,7 +3,7 @@
     python -m benchmarks several-cards --plan --predictions PLAN           # writes the plan of each row; needs no GPU
     python -m benchmarks several-cards --predictions PLAN --json RECORD    # on four cards: about 12 minutes
     python -m benchmarks several-cards --seconds 500 ...                   # starts no row that would end later
-    python -m benchmarks several-cards --rows FSDP2 ...                    # rows with this in their name
+    python -m benchmarks several-cards --rows "8B, FSDP2" DPO ...          # this row, then rows with DPO in their name
     python -m benchmarks several-cards --tiny                              # small models on a CPU, which refuses FSDP2
 
 On four cards, rows of one or two cards run two at a time, each on its own pair of cards. Rows of four run alone. With
@@ -31,6 +31,7 @@ import yaml
 
 from benchmarks.harness import Bench, Case
 from benchmarks.several_cards import rows as table
+from benchmarks.several_cards.checkpoints import Checkpoints
 from benchmarks.several_cards.lanes import Lane, run_stage
 from benchmarks.several_cards.rows import Row
 from tigon.bench.record import save
@@ -50,7 +51,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--predictions", type=Path, metavar="PLAN", help="the plans of the rows")
     parser.add_argument("--seconds", type=float, default=3600, help="start no row that would end later")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only rows with this text in their name")
+    parser.add_argument(
+        "--rows", nargs="+", default=[], metavar="NAME", help="only these rows, in this order; a part of a name will do"
+    )
 
 
 def measure(bench: Bench) -> None:
@@ -59,16 +62,22 @@ def measure(bench: Bench) -> None:
         _plan(bench)
         return
     plans = json.loads(given.predictions.read_text(encoding="utf-8"))["rows"] if given.predictions else {}
+    try:
+        stages = table.chosen(given.rows)
+    except KeyError as error:
+        bench.refuse(f"--rows: no row has {error} in its name")
     run = _Run(bench, plans, bench.resume("rows", choosing=("seconds", "rows")))
     cards = torch.cuda.device_count() if bench.gpu else 4
     halves = [(0, 1), (2, 3)] if cards >= 4 and not bench.tiny else [(0, 1)]
     with tempfile.TemporaryDirectory(prefix="several-cards-") as scratch:
-        lanes = [Lane(half, Path(scratch), tiny=bench.tiny) for half in halves]
-        whole = Lane(tuple(range(4)), Path(scratch), tiny=bench.tiny)
+        checkpoints = Checkpoints(Path(scratch, "checkpoints"))
+        lanes = [Lane(half, Path(scratch), checkpoints, tiny=bench.tiny) for half in halves]
+        whole = Lane(tuple(range(4)), Path(scratch), checkpoints, tiny=bench.tiny)
         try:
-            if cards >= 4:  # they import while rows of two cards run
+            if cards >= 4 and any(row.cards > 2 for stage in stages for row in stage):
+                # they import while rows of two cards run
                 threading.Thread(target=whole.workers.prepare, args=(4,), daemon=True).start()
-            for stage in table.chosen(given.rows):
+            for stage in stages:
                 todo = [row for row in stage if row.name not in run.done and row.cards <= cards]
                 four = [row for row in todo if row.cards > 2]
                 run.skipped += run_stage([row for row in todo if row.cards <= 2], lanes, run.left_s, run.keep)
@@ -94,6 +103,10 @@ class _Run:
     def keep(self, row: Row, measured: Mapping[str, Any]) -> None:
         """Add a row's line to the record, with its plan and its difference from one process."""
         one = {**measured, "planned": self.plans.get(row.name), "recipe": table.sections(row, tiny=self.bench.tiny)}
+        if row.dense_layers is not None:
+            one["weights"] = f"read from files; {row.dense_layers} layers are random, the matrices of others are 0"
+        if row.environment:
+            one["variables"] = dict(row.environment)
         self.lines[row.name] = one
         self._compare(row)
         self.bench.fields["rows"] = [old for old in self.bench.fields.get("rows", []) if old["name"] != row.name]

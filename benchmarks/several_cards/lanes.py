@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.several_cards.checkpoints import Checkpoints
 from benchmarks.several_cards.rows import Row, sections
 from tigon.sweep import failures
 from tigon.sweep.processes import Workers
@@ -22,13 +23,15 @@ AHEAD = 6
 """Processes per card that import at the same time, so that most rows wait for no import."""
 SLOW = 3
 """A row is ended after this many times the seconds it is expected to take."""
+LEAST_S = 40.0
+"""A row gets at least this long once its processes have imported, which takes a minute on a busy machine."""
 
 
 class Lane:
     """A set of cards. Processes for the next row import while a row runs."""
 
-    def __init__(self, cards: tuple[int, ...], folder: Path, *, tiny: bool) -> None:
-        self.cards, self.tiny = cards, tiny
+    def __init__(self, cards: tuple[int, ...], folder: Path, checkpoints: Checkpoints, *, tiny: bool) -> None:
+        self.cards, self.checkpoints, self.tiny = cards, checkpoints, tiny
         self.folder = folder / "-".join(map(str, cards))
         self.folder.mkdir(parents=True)
         names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -44,7 +47,7 @@ class Lane:
         shutil.rmtree(room, ignore_errors=True)
         (room / "files").mkdir(parents=True)
         recipe = room / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(sections(row, tiny=self.tiny)), encoding="utf-8")
+        recipe.write_text(yaml.safe_dump(self._sections(row)), encoding="utf-8")
         order = {
             "recipe": str(recipe),
             "folder": str(room / "files"),
@@ -53,12 +56,13 @@ class Lane:
             "profiled": row.profiled,
             "without_cudnn": row.without_cudnn,
             "threads": 1 if self.tiny else None,
+            "environment": dict(row.environment),
         }
         limit_s = SLOW * row.seconds if not self.tiny else 600
         with self.workers.carry_out(order, log, processes=row.cards) as group:
             if self.workers.n_ready < min(ahead, len(self.cards)):
                 self.workers.prepare(ahead - self.workers.n_ready)
-            code = group.wait(max(1.0, limit_s - (time.monotonic() - began_s)))
+            code = group.wait(max(LEAST_S, limit_s - (time.monotonic() - began_s)))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
         ended = None
         if len(outputs) < row.cards:
@@ -67,6 +71,14 @@ class Lane:
         seconds = round(time.monotonic() - began_s, 1)
         line = {"name": row.name, "cards": list(self.cards[: row.cards]), "status": status, "detail": detail}
         return {**line, "seconds": seconds, **(_combined(outputs) if status == failures.OK else {})}
+
+    def _sections(self, row: Row) -> dict[str, dict[str, Any]]:
+        """The recipe of a row, which names its checkpoint."""
+        recipe = sections(row, tiny=self.tiny)
+        if row.dense_layers is not None:
+            folder = self.checkpoints.path(recipe["model"], row.dense_layers)
+            recipe["model"] = {"name": str(folder), "self_test": recipe["model"]["self_test"]}
+        return recipe
 
     def close(self) -> None:
         self.workers.close()

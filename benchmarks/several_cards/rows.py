@@ -8,7 +8,7 @@ than the model, its name says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,11 @@ class Row:
     """Attention is not cuDNN's."""
     profiled: bool = False
     """Record the kernels of one step too, in the main process."""
+    dense_layers: int | None = None
+    """The run reads a checkpoint in which so many layers have random matrices, and the matrices of the others are 0.
+    None: tigon draws the weights."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its processes."""
     tiny: Keys = field(default_factory=dict)
     """Keys of `--tiny`."""
 
@@ -126,6 +131,17 @@ _TWO_LOSSES = (
     _exact("LoRA, one", 1, _LORA),
     _exact("LoRA, FSDP2", 2, {**_LORA, **_FSDP}, like="LoRA, one"),
     _exact("LoRA, ZeRO-3", 2, {**_LORA, **_ZERO_3}, like="LoRA, one"),
+    _exact("LoRA, DDP", 2, _LORA, like="LoRA, one"),
+    _exact("LoRA, ZeRO-2", 2, {**_LORA, **_ZERO_2}, like="LoRA, one"),
+    _exact("LoRA, Ulysses", 2, {**_LORA, **_FSDP, "sharding.sequence": 2}, like="LoRA, one"),
+    _exact("LoRA, amp-bf16, one", 1, {**_LORA, **_AMP}),
+    _exact(
+        "LoRA, ring",
+        2,
+        {**_LORA, **_AMP, **_FSDP, **_RING, "sharding.sequence": 2},
+        like="LoRA, amp-bf16, one",
+        limit=2e-3,
+    ),
     _exact("QLoRA, one", 1, _QLORA),
     _exact("QLoRA, FSDP2", 2, {**_QLORA, **_FSDP}, like="QLoRA, one"),
     _exact("experts, one", 1, _MOE),
@@ -151,6 +167,12 @@ _FOUR_LOSSES = (
     _exact("four, Ulysses", 4, {**_FSDP, "sharding.sequence": 4}),
     _exact("four, ring", 4, {**_AMP, **_FSDP, **_RING, "sharding.sequence": 4}, like="amp-bf16, one", limit=2e-3),
     _exact("four, ZeRO++ with copies of two", 4, {**_ZERO_3, "sharding.zero_copy_ranks": 2}),
+    _exact(
+        "four, ZeRO++ with copies of two and 4-bit gradients",
+        4,
+        {**_ZERO_3, "sharding.zero_copy_ranks": 2, "sharding.zero_int4_gradients": True},
+        limit=1e-2,
+    ),
 )
 
 # --- times ------------------------------------------------------------------------------------------------------------
@@ -188,6 +210,20 @@ def _layers(count: int, keys: Keys) -> Keys:
     return {**keys, "model.config": {"num_hidden_layers": count}}
 
 
+_8B_LORA: Keys = {**_8B_ADAPTERS, **_LORA}
+_8B_LORA_LONG: Keys = {
+    **_8B_LORA,
+    "data.sequence_length": 32768,
+    "train.batch_size": 1,
+    "train.steps": 4,
+    "sharding.fsdp": True,
+    "sharding.sequence": 2,
+}
+_70B_LORA: Keys = {**_8B_LORA, "model.name": "llama-3.1-70b", **_FSDP}
+_INT8: Keys = {**_ZERO_3, "sharding.zero_int8_weights": True}
+_PLAIN_MEMORY = "mlp:20,elementwise:12"
+"""The planner's fastest recomputation of the 8B under FSDP2 in the 33.9 GiB that plain FSDP2 takes with all layers
+recomputed. Layers at the end may keep more: the backward pass frees their activations before most gradients exist."""
 _HALF = _layers(16, _8B)
 _TINY: Keys = {
     "model.name": "tigon-demo",
@@ -206,7 +242,7 @@ _TWO_TIMES = (
     _timed("8B, 16 layers, one card", 1, _HALF),
     _timed("8B, 16 layers, DDP", 2, _HALF),
     _timed("8B, 16 layers, FSDP2", 2, {**_HALF, **_FSDP}),
-    _timed("8B, FSDP2", 2, {**_8B, **_FSDP}, profiled=True, seconds=35),
+    _timed("8B, FSDP2", 2, {**_8B, **_FSDP}, seconds=35),
     _timed("1B, row of 78,336, Ulysses", 2, {**_LONG, "data.sequence_length": 78336, "sharding.sequence": 2}),
     _timed(
         "1B, row of 78,336, ring",
@@ -224,13 +260,16 @@ _TWO_TIMES = (
     _timed("8B, 16 layers, ZeRO-2", 2, {**_HALF, **_ZERO_2}),
     _timed("8B, 8 layers, LoRA, DDP", 2, {**_layers(8, _8B_ADAPTERS), **_LORA}),
     _timed("8B, 8 layers, LoRA, FSDP2", 2, {**_layers(8, _8B_ADAPTERS), **_LORA, **_FSDP}, seconds=40),
+    _timed("8B, LoRA, one card", 1, _8B_LORA),
+    _timed("8B, LoRA, DDP", 2, _8B_LORA),
+    _timed("8B, LoRA, FSDP2", 2, {**_8B_LORA, **_FSDP}, dense_layers=32, seconds=40),
+    _timed("8B, LoRA, ZeRO-2", 2, {**_8B_LORA, **_ZERO_2}),
+    _timed("8B, LoRA, ZeRO-3", 2, {**_8B_LORA, **_ZERO_3}, dense_layers=32, seconds=40),
+    _timed("8B, LoRA, row of 32,768, Ulysses", 2, _8B_LORA_LONG, dense_layers=32, seconds=40),
+    _timed("8B, LoRA, row of 32,768, ring", 2, {**_8B_LORA_LONG, **_RING}, dense_layers=32, seconds=40),
     _timed("8B, 8 layers, LoRA, ZeRO-3", 2, {**_layers(8, _8B_ADAPTERS), **_LORA, **_ZERO_3}, seconds=40),
-    _timed(
-        "70B, 4 layers, QLoRA, FSDP2",
-        2,
-        {**_layers(4, _8B_ADAPTERS), "model.name": "llama-3.1-70b", **_QLORA, **_FSDP},
-        seconds=50,
-    ),
+    _timed("70B, 4 layers, QLoRA, FSDP2", 2, {**_layers(4, _70B_LORA), **_QLORA}, dense_layers=4, seconds=40),
+    _timed("70B, QLoRA, FSDP2", 2, {**_70B_LORA, **_QLORA, "train.steps": 4}, dense_layers=4, seconds=90),
     _timed("8B, 16 layers, Muon, FSDP2", 2, {**_HALF, "train.optimizer": "muon", **_FSDP}),
     _timed("30B-A3B, 4 layers, FSDP2", 2, {**_layers(4, _8B), "model.name": "qwen3-30b-a3b", **_FSDP}),
     _timed(
@@ -244,8 +283,18 @@ _TWO_TIMES = (
         for name, keys in (("DPO", _DPO), ("GRPO", _GRPO_TIMED))
         for engine, how in (("DDP", {}), ("FSDP2", _FSDP), ("ZeRO-3", _ZERO_3))
     ),
-    _timed("8B, 16 layers, ZeRO++ with 8-bit weights", 2, {**_HALF, **_ZERO_3, "sharding.zero_int8_weights": True}),
+    _timed("8B, 16 layers, ZeRO++ with 8-bit weights", 2, {**_HALF, **_INT8}),
     _timed("8B, ZeRO-3", 2, {**_8B, **_ZERO_3}, seconds=45),
+    _timed("8B, ZeRO-2", 2, {**_8B, **_ZERO_2}, seconds=45),
+    _timed("8B, FSDP2 in 33.9 GiB", 2, {**_8B, **_FSDP, "train.checkpointing": _PLAIN_MEMORY}, seconds=35),
+    _timed("8B, FSDP2, nothing recomputed", 2, {**_8B, **_FSDP, "train.checkpointing": "none"}, seconds=35),
+    _timed(
+        "8B, FSDP2 in 33.9 GiB, collectives on 8 multiprocessors",
+        2,
+        {**_8B, **_FSDP, "train.checkpointing": _PLAIN_MEMORY},
+        seconds=35,
+        environment={"NCCL_MAX_CTAS": "8"},
+    ),
 )
 _FOUR_TIMES = (
     _timed("8B, 16 layers, four, DDP", 4, _HALF),
@@ -260,12 +309,10 @@ _FOUR_TIMES = (
     ),
     _timed("8B, four, FSDP2", 4, {**_8B, **_FSDP}, seconds=35),
     _timed("8B, 16 layers, four, ZeRO++, copies of two", 4, {**_HALF, **_ZERO_3, "sharding.zero_copy_ranks": 2}),
-    _timed(
-        "70B, 8 layers, four, LoRA, FSDP2",
-        4,
-        {**_layers(8, _8B_ADAPTERS), "model.name": "llama-3.1-70b", **_LORA, **_FSDP},
-        seconds=60,
-    ),
+    _timed("70B, 8 layers, four, LoRA, FSDP2", 4, _layers(8, _70B_LORA), dense_layers=8, seconds=60),
+    _timed("8B, LoRA, four, DDP", 4, _8B_LORA),
+    _timed("8B, LoRA, four, FSDP2", 4, {**_8B_LORA, **_FSDP}, dense_layers=32, seconds=40),
+    _timed("70B, four, LoRA, FSDP2", 4, {**_70B_LORA, "train.steps": 4}, dense_layers=4, seconds=100),
 )
 
 STAGES: tuple[tuple[Row, ...], ...] = (
@@ -304,8 +351,24 @@ def worst_difference(losses: list[float], reference: list[float]) -> float:
     return max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=math.inf)
 
 
-def chosen(pattern: str) -> tuple[tuple[Row, ...], ...]:
-    """The stages with the rows whose name contains `pattern`, and the rows whose losses they repeat."""
-    wanted = {row.name for row in every() if pattern in row.name}
-    wanted |= {row.equals for row in every() if row.name in wanted}
-    return tuple(tuple(row for row in stage if row.name in wanted) for stage in STAGES)
+def chosen(patterns: Sequence[str]) -> tuple[tuple[Row, ...], ...]:
+    """The rows that `patterns` choose, and the rows whose losses they repeat, in the order of the patterns.
+
+    A pattern is the name of a row or a part of names. Without patterns: all stages.
+
+    Raises:
+        KeyError: No row has a pattern in its name.
+    """
+    if not patterns:
+        return STAGES
+    rows = {row.name: row for row in every()}
+    found: dict[str, Row] = {}
+    for pattern in patterns:
+        names = [pattern] if pattern in rows else [name for name in rows if pattern in name]
+        if not names:
+            raise KeyError(pattern)
+        for name in names:
+            if rows[name].equals:
+                found.setdefault(rows[name].equals, rows[rows[name].equals])
+            found.setdefault(name, rows[name])
+    return (tuple(found.values()),)

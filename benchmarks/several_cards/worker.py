@@ -37,6 +37,7 @@ WARM_UPS = 2
 
 def main() -> None:
     order = orders.take_order()
+    os.environ.update(order["environment"])
     if threads := order.get("threads"):
         torch.set_num_threads(threads)
     if order["without_cudnn"]:
@@ -45,7 +46,7 @@ def main() -> None:
         result = {"status": failures.OK, "detail": "", **_carry_out(order)}
     except TigonError as error:
         traceback.print_exc()
-        room = f"{Path(order['recipe']).parent}/"  # a folder of this run alone
+        room = f"{Path(order['recipe']).parent}/"  # a folder of this row alone
         result = {"status": failures.REFUSED, "detail": failures.line(error).replace(room, "")}
     except BaseException as error:  # any error is the result of this row and must be recorded
         traceback.print_exc()

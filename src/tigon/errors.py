@@ -80,3 +80,8 @@ class BenchError(TigonError):
 
 class DoubleBackwardError(TigonError, RuntimeError):
     """`create_graph=True` through an op whose backward cannot be differentiated again."""
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first 200 characters of its message, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

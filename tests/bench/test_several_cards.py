@@ -7,14 +7,36 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.pages.several_cards import PLANS
 from benchmarks.several_cards import rows
+from benchmarks.several_cards.checkpoints import STD, Checkpoints
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
+from tigon.recipe.keys import ModelConfig
+from tigon.trainer import model as models
 
 EVERY = {row.name: row for row in rows.every()}
+
+
+def test_checkpoint_has_the_tensors_of_the_preset_and_random_values_in_as_many_layers_as_asked(tmp_path: Path) -> None:
+    section = {"name": "llama-3.2-1b", "config": {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}}
+    folder = Checkpoints(tmp_path).path(section, dense_layers=1)
+    assert Checkpoints(tmp_path).path(section, dense_layers=1) == folder, "it is written once"
+    named = ModelConfig(name=str(folder))
+    config = models.load_config(named)
+    model = models.build(named, config, dtype=torch.bfloat16, device=None, seed=0)
+    shapes = models.parameter_shapes(models.load_config(ModelConfig(**section)))
+    assert models.shapes_of(model) == shapes and config.hidden_size == 64
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            assert (weight == 1).all(), name
+        elif ".layers.1." in name:
+            assert not weight.any(), name
+        else:
+            assert weight.float().std().item() == pytest.approx(STD, rel=0.1), name
 
 
 def test_rows_of_losses_name_a_row_with_the_same_samples() -> None:
@@ -49,7 +71,12 @@ def test_every_timed_row_has_a_plan() -> None:
 
 
 def test_rows_are_chosen_with_the_rows_whose_losses_they_repeat() -> None:
-    chosen = [row.name for stage in rows.chosen("four, tensor groups") for row in stage]
+    chosen = [row.name for stage in rows.chosen(["four, tensor groups"]) for row in stage]
     assert chosen == ["losses, one", "losses, four, tensor groups of two", "8B, 16 layers, four, tensor groups of two"]
+    chosen = [row.name for stage in rows.chosen(["8B, ZeRO-3", "losses, DPO, DDP"]) for row in stage]
+    assert chosen == ["8B, ZeRO-3", "losses, DPO, one", "losses, DPO, DDP"], "a whole name is that row's alone"
+    assert rows.chosen([]) == rows.STAGES
+    with pytest.raises(KeyError, match="no such row"):
+        rows.chosen(["no such row"])
     assert rows.worst_difference([2.0, 1.1], [2.0, 1.0, 9.0]) == pytest.approx(0.1)
     assert rows.worst_difference([], [1.0]) == math.inf

@@ -158,15 +158,21 @@ def farther_than_allowed(family: str, dtype: torch.dtype, device: str, change: C
     return {name: f"{ratio:.2f} times as far" for name, ratio in found.items() if not ratio <= FACTORS[dtype]}
 
 
+FIRST = ("llama", "gemma2", "gpt2", "kimi_linear")
+"""Families that together have every kernel. tests/models/test_families.py compares a step in fp32 of every family."""
+TRAINED = [(family, "bf16") for family in MINI_MODELS] + [(family, "fp32") for family in FIRST]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", proved_by(["bf16"], DTYPES, "test_families.py compares a step in fp32"))
 @pytest.mark.parametrize(
-    "family",
-    proved_by(
-        {"llama", "gemma2", "gpt2", "kimi_linear"}, MINI_MODELS,
-        "the others have their kernels, and test_families.py compares a step",
-    ),
-)  # fmt: skip
+    "family, dtype",
+    [
+        pytest.param(*each.values[0], id=each.id, marks=each.marks)
+        for each in proved_by(
+            [(family, "bf16") for family in FIRST], TRAINED, "they have the kernels of the first", "-".join
+        )
+    ],
+)
 def test_patched_training_ends_where_unpatched_training_ends(family: str, dtype: str, device: str) -> None:
     reports = []
     worse = farther_than_allowed(family, DTYPES[dtype], device, lambda model: reports.append(tigon.patch(model)))

@@ -54,6 +54,8 @@ def _compare_with_fp64(op: Op, case: Case, dtype: torch.dtype, backend: Any) -> 
     known = takes_another_way(op, case) or has_a_way_of_its_own(op, dtype)
     if backend.interpreted and dtype != torch.float32 and not known:
         pytest.skip("the kernel computes in fp32 and its way there is taken by another case in 16 bits")
+    if backend.device.type == "cpu" and dtype == torch.float16 and not known:
+        pytest.skip("the reference takes the same way as in bf16")
     inputs = make(op, case, dtype, backend.device)
     with poisoned():
         got = run(op.call, op, with_leaves(op, inputs, guarded))

@@ -19,7 +19,7 @@ from tigon.models import MODELS, DeferredLogits
 from tigon.models.verification.tiny import tiny_config, tiny_model
 from tigon.techniques.checkpointing.layer_checkpointing import apply
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.sequence_parallel import ring_attention, sequence_parallel
+from tigon.techniques.sequence_parallel import method, ring_attention, sequence_parallel
 from tigon.techniques.sequence_parallel.sequence_parallel import cut_rows, document_mask, share_rows
 from two_ranks import RANKS, Scenarios, gradients_of
 
@@ -289,8 +289,16 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
     ("changes", "settings", "reason"),
     [
         ({}, {"gpus": 3}, r"sharding.gpus 3 is not a multiple of it; set sharding.gpus to 4"),
-        ({}, {"gpus": 4, "sequence_shards": 4}, r"4 heads and 2 key heads.*choose a divisor of both"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, {}, r"6 heads and 3 key heads"),
+        (
+            {},
+            {"gpus": 4, "sequence_shards": 4, "sequence_method": "ulysses"},
+            r"4 heads and 2 key heads.*choose a divisor of both",
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            {"sequence_method": "ulysses"},
+            r"6 heads and 3 key heads",
+        ),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, r"layers of sliding_attention"),
         ({"sliding_window": 8}, {}, r"sliding window of 8"),
         ({"attention_dropout": 0.1}, {"sequence_method": "ring"}, r"dropout; set model.config.attention_dropout: 0"),
@@ -311,6 +319,34 @@ def test_model_of_text_and_images_is_refused() -> None:
         sequence_parallel.check(
             tiny_config("llava", MODELS["llava"].tiny), Settings.of({"sharding.gpus": 2, "sharding.sequence": 2})
         )
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "key_heads", "expected"),
+    [(2, 4, 2, "ulysses"), (4, 4, 2, "ring"), (2, 6, 3, "ring"), (3, 6, 3, "ulysses"), (2, 3, 2, "ring")],
+)
+def test_auto_takes_ulysses_if_the_processes_divide_all_heads(
+    size: int, heads: int, key_heads: int, expected: str
+) -> None:
+    config = tiny_config("llama")
+    config.update({"num_attention_heads": heads, "num_key_value_heads": key_heads})
+    settings = Settings.of({"sharding.gpus": size, "sharding.sequence": size})
+    assert method.resolved(settings, config).sharding.sequence_method == expected
+    words = (
+        f"{size} processes {'divide' if expected == 'ulysses' else 'cannot divide'} {heads} heads and {key_heads} key"
+    )
+    assert words in method.reason(config, size)
+    assert method.resolved(Settings.of({}), config) == Settings.of({}), "rows of one process have no method"
+    asked = settings.having({"sharding.sequence_method": "ring"})
+    assert method.resolved(asked, config) == asked
+
+
+def test_auto_refuses_packed_documents_in_a_ring_and_names_the_most_processes_of_ulysses() -> None:
+    config = tiny_config("llama")  # 4 heads and 2 key heads
+    of_four = Settings.of({"sharding.gpus": 4, "sharding.sequence": 4})
+    with pytest.raises(RecipeError, match=r"4 processes cannot divide .*, or sharding\.sequence: 2$"):
+        method.check_documents(of_four, config)
+    method.check_documents(of_four.having({"sharding.sequence": 2}), config)
 
 
 def test_other_models_are_accepted() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forks import forks, in_forks
+from forks import forks, in_forks, need_deepspeed
 from second_proofs import DIFFERENT, proved_by
 from tests.short_names import settings_of
 from tigon._trunk import decoder_layers
@@ -150,7 +150,7 @@ def train_alone() -> list[float]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
     """What rank 0 saw in each of STAGES, one after the other in the same two processes."""
-    pytest.importorskip("deepspeed")
+    need_deepspeed()
     folder = tmp_path_factory.mktemp("zero")
 
     def act(rank: int) -> None:

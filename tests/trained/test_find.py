@@ -60,6 +60,12 @@ def test_other_names_are_refused_with_what_to_give(name):
         find(name)
 
 
+def test_a_gguf_file_is_refused_with_the_programs_that_run_it(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=r"which Ollama and llama\.cpp run; give the folder"):
+        find(str(tmp_path / "m.gguf"))
+
+
 def test_an_unfinished_run_says_how_to_finish_it(run):
     with pytest.raises(RunFolderError, match=r"tigon train .*recipe.yaml --resume"):
         find(str(run))

@@ -56,6 +56,18 @@ def test_the_config_names_the_format_and_what_is_left_out(tigon, tmp_path):
     assert (weights["num_bits"], weights["group_size"], weights["strategy"]) == (4, 32, "group")
 
 
+def test_the_card_of_a_run_names_the_format(tigon, tmp_path):
+    source = saved(tmp_path / "source")
+    (source / "README.md").write_text("---\ntags: [tigon]\n---\n# mine\n\n## Recipe\n")
+    tigon("export", source, tmp_path / "out", "--format", "int4", "--no-verify")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.endswith(
+        "## Format\n\nThe linear layers are in int4. Answers can differ from those of the trained model.\n"
+    )
+    tigon("export", source, tmp_path / "whole", "--no-verify")
+    assert (tmp_path / "whole" / "README.md").read_text().endswith("## Recipe\n")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

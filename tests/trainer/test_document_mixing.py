@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from test_technique_runs import fsdp_rank, zero_rank
 from tiny_checkpoint import chats
 from trainer_helpers import losses
 
-from forks import forks, in_forks
+from forks import forks, in_forks, need_deepspeed
 from tigon.data.packing import Sample
 from tigon.models import packed_documents
 from tigon.models.verification.small_models import small_model
@@ -90,8 +89,8 @@ def test_processes_that_shard_the_model_refuse_it_together(
     packed: Path, tigon: Any, here: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """One process prints the line, and all of them end. Without the fault they train as one process does."""
-    if engine == "zero" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
+    if engine == "zero":
+        need_deepspeed()
     rank_of = {"fsdp": fsdp_rank, "zero": zero_rank}[engine]
     sets = ["train.batch_size=2", *(["sharding.zero=3"] if engine == "zero" else [])]
     said = here / "stderr.txt"

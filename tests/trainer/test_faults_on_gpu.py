@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import resource
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 import torch
 from test_finite_steps import StepMeter, spoil
 from test_two_processes import adopting, ended, reached, start
-from trainer_helpers import SMALL, records, rows, small_trainer, train_keys
+from trainer_helpers import SMALL, cut_back, losses, records, rows, small_trainer, train_keys
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import Recipe, TrainConfig
@@ -164,3 +165,60 @@ def test_processes_on_gpus_save_and_end_if_their_launcher_is_killed(engine, reci
     process.kill()
     out, _ = process.communicate()
     assert f"from checkpoint-{step}" in out
+
+
+# --- a resume with other processes or another engine, and a disk that is full ----------------------------------------
+
+STEPS, SAVED, SAMPLES = 8, 4, 8
+CHANGES = {
+    "DDP of 2 to one": (("ddp", 2), ("ddp", 1)),
+    "one to DDP of 2": (("ddp", 1), ("ddp", 2)),
+    "DDP of 2 to FSDP2": (("ddp", 2), ("fsdp2", 2)),
+    "FSDP2 to one": (("fsdp2", 2), ("ddp", 1)),
+}
+
+
+def finished(here: Path, path: Path, how: tuple[str, int], *words: str) -> None:
+    """A run of this engine on so many GPUs, up to its end."""
+    engine, gpus = how
+    sets = [f"sharding.{key}={str(value).lower()}" for key, value in ENGINES[engine].items()]
+    process = start(here, path, *(word for text in sets for word in ("--set", text)), *words, gpus=gpus)
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said[-3000:]
+
+
+@two_gpus
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_run_on_gpus_continues_with_other_processes_or_another_engine(change, recipe, here):
+    """The losses after the checkpoint are those of the run that was not stopped."""
+    before, now = change
+    train = {"steps": STEPS, "batch_size": SAMPLES // before[1], "save_steps": SAVED, "device": "cuda"}
+    path, run = recipe(train={**train, "precision": "fp32", "keep_checkpoints": 9}), here / "runs" / "r"
+    finished(here, path, before)
+    whole = losses(run)
+    cut_back(run, "cut", STEPS)
+    finished(here, path, now, "--set", "output.name=cut", "--resume")
+    assert losses(here / "runs" / "cut") == pytest.approx(whole, rel=2e-5)
+    warned = any(
+        f"processes: {before[1]} before, {now[1]} now" in text
+        for text in records(here / "runs" / "cut", "resume")[-1]["warnings"]
+    )
+    assert warned == (before[1] != now[1])
+
+
+@two_gpus
+@pytest.mark.parametrize("engine", ENGINES)
+def test_file_that_cannot_be_written_ends_both_processes_and_keeps_the_last_checkpoint(engine, recipe, here):
+    """No file of process 0 may grow any more, as on a full disk. Then the run goes on from the checkpoint before."""
+    path, run = of_two(engine, recipe), here / "runs" / "r"
+    process = start(here, path)
+    reached(run, 5, process)
+    log = (run / "metrics.jsonl").stat().st_size
+    resource.prlimit(ranks_of(process.pid)[0], resource.RLIMIT_FSIZE, (log + 2**14, log + 2**14))
+    _, said = process.communicate(timeout=120)
+    assert process.returncode not in (0, None)
+    assert "a file grew too large" in said or "the disk is full" in said, said[-3000:]
+    assert newest(run) >= 3
+    process, _ = further(run, here, path)
+    process.kill()
+    process.communicate()

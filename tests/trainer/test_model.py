@@ -214,3 +214,9 @@ def test_vocabulary_of_a_model_that_reads_images_is_that_of_its_text():
     check_vocabulary(recipe, config, 300)
     with pytest.raises(RecipeError, match="a vocabulary of 300; set"):
         check_vocabulary(recipe, config, 301)
+
+
+def test_model_without_sdpa_names_the_attention_that_it_has(recipe, tigon, here):
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_local_experts": 4, "vocab_size": 512}
+    line = tigon("train", recipe(model={"name": "gpt-oss-20b", "config": small})).error_line()
+    assert "model.attention: transformers has no sdpa for gpt-oss-20b; set model.attention: eager" in line

@@ -77,7 +77,7 @@ def test_run_with_shared_rows_trains_as_one_process_and_resumes(recipe, tigon, h
 
 @forks
 def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(recipe, tigon, here):
-    """More processes than key heads. The resumed run has two."""
+    """More processes than key heads, for which `auto` takes a ring. The resumed run has two, for which it does not."""
     try:
         ring_attention.check()
     except RecipeError as error:
@@ -86,10 +86,11 @@ def test_four_processes_in_a_ring_train_as_one_process_and_resume_with_ulysses(r
     train_keys = {"save_steps": 2, "eval_steps": 2}
     path = recipe(model=MODEL, data=data, train=train_keys, output={"name": "one"})
     assert tigon("train", path).code == 0
-    ring = ["sharding.gpus=4", "sharding.sequence=4", "sharding.sequence_method=ring", "output.name=ring"]
+    ring = ["sharding.gpus=4", "sharding.sequence=4", "output.name=ring"]
     succeeds(lambda rank: train(path, ring), here, 4)
     runs = here / "runs"
     assert_same_losses(runs / "ring", runs / "one")
+    assert "sequence_method: ring" in (runs / "ring" / "recipe.yaml").read_text(encoding="utf-8")
     cut_back(runs / "ring", "cut", 4)
     fewer = ["sharding.gpus=2", "sharding.sequence=2", "output.name=cut"]
     succeeds(lambda rank: train(path, fewer, resume=True), here, 2)

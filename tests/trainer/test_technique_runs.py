@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
 import os
@@ -32,7 +33,7 @@ from trainer_helpers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forks import forks, in_forks
+from forks import forks, in_forks, need_deepspeed
 from second_proofs import one_of_each, proved_by
 from tests.short_names import settings_of
 from tigon.cli import app
@@ -46,6 +47,7 @@ from tigon.techniques.sharding import sharding
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
+from tigon.trainer import run as run_module
 from tigon.trainer.arguments import make_optimizer
 from tigon.trainer.checkpoint.final_model import FinalModel
 from tigon.trainer.distributed import launch
@@ -65,7 +67,9 @@ def with_kernels(recipe: Recipe, kernels: str) -> Recipe:
 
 
 def need(package: str | None) -> None:
-    if package and importlib.util.find_spec(package) is None:
+    if package == "deepspeed":
+        need_deepspeed()
+    elif package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
 
@@ -581,6 +585,34 @@ def test_fsdp2_with_adapters_on_random_weights_has_the_losses_of_a_plain_run(rec
     run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
     assert tigon("train", path, *(word for text in sets for word in ("--set", text))).code == 0
     assert losses(here / "runs" / "fsdp") == pytest.approx(losses(here / "runs" / "one"), rel=1e-6)
+
+
+@forks
+@pytest.mark.parametrize("experts", [False, True], ids=["linear", "experts"])
+def test_fsdp2_divides_frozen_weights_in_the_dtype_of_the_matmuls(recipe, tigon, here, monkeypatch, experts):
+    """Beside fp32 adapters, under autocast. The losses are those of one process, and so are those of a resumed run."""
+    need("peft")
+    sets = ["lora.rank=8", "train.precision=amp-bf16"]
+    sets += ["lora.targets=[linear, experts]"] if experts else []
+    model = {"name": "qwen3-30b-a3b", "config": SMALL_EXPERTS} if experts else {}
+    train = {"steps": 4, "learning_rate": 1e-3, "save_steps": 2}
+    path = recipe("one.yaml", model={"kernels": "tigon", **model}, train=train, output={"name": "one"})
+    save_model = run_module._save_model
+
+    def look(run: Any, prepared: Any, built: Any, trainer: Any) -> None:
+        dtypes = {(p.requires_grad, str(p.dtype), hasattr(p, "to_local")) for p in built.parameters()}
+        (here / "dtypes").write_text(repr(sorted(dtypes)), encoding="utf-8")
+        save_model(run, prepared, built, trainer)
+
+    monkeypatch.setattr(run_module, "_save_model", look)
+    run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
+    want = [(False, "torch.bfloat16", True), (True, "torch.float32", True)]
+    assert ast.literal_eval((here / "dtypes").read_text(encoding="utf-8")) == want
+    assert tigon("train", path, *(word for text in sets for word in ("--set", text))).code == 0
+    assert losses(here / "runs" / "fsdp") == pytest.approx(losses(here / "runs" / "one"), rel=2e-3)
+    cut_back(here / "runs" / "fsdp", "cut", 4)
+    run_fsdp(here, path, "cut", "train.batch_size=2", *sets, resume=True)
+    assert losses(here / "runs" / "cut") == losses(here / "runs" / "fsdp")
 
 
 @forks

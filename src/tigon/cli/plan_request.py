@@ -30,7 +30,6 @@ from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import DEFAULT
 from tigon.techniques.keys.train import AUTO
 from tigon.techniques.lora.lora import DEFAULT_RANK
-from tigon.techniques.optimizers.table import OPTIMIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -173,7 +172,7 @@ def _values(flags: Flags, base: Recipe) -> dict[str, Any]:
     """The recipe keys of --method and the short forms, with those that they imply where `base` has the default."""
     method = METHODS.get(flags.method, {})
     changed = {key: value for key, value in method.items() if base.value(key) != value}
-    if method.get("lora.rank") and base.lora.rank is not None:
+    if method.get("lora.rank") and base.lora.used:
         changed.pop("lora.rank", None)  # --method keeps the recipe's rank
     implied = {key: value for name in flags.given for key, value in FLAG_OF[name].implies.items()}
     default = Recipe()
@@ -197,11 +196,11 @@ def _of_model(flags: Flags) -> SearchProblem:
     # A recipe's `auto` is fp32 on such a GPU; a plan of a model may choose what a person would set there.
     if not flags.gpu.has_bf16 and "train.precision" not in given:
         settings = settings.having({"train.precision": "amp-fp16"})
-    if OPTIMIZERS[settings.train.optimizer].in_backward:
+    if settings.train.optimizer_row.in_backward:
         recipe = recipe.having({"train.max_grad_norm": 0})
     if flags.effective_batch is not None:
         recipe = _with_effective_batch(recipe, flags)
-    chooses = recipe.train.checkpointing == AUTO
+    chooses = recipe.train.auto_checkpointing
     # `auto` stays free, so that the recommendations may change it
     free = (frozenset(SEARCHES) - given) | (frozenset({"train.checkpointing"}) if chooses else frozenset())
     try:
@@ -287,7 +286,7 @@ def _of_recipe(flags: Flags) -> SearchProblem:
     settings, evaluated = recipe.settings(precision=precision), recipe.data.has_eval
     request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
     free = prediction.free_in(recipe) - set(flags.given)
-    if recipe.train.checkpointing == AUTO:
+    if recipe.train.auto_checkpointing:
         recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
         chosen = ("train.checkpointing", "train.gradient_accumulation", "train.cuda_graphs")
         settings = settings.having({key: recipe.value(key) for key in chosen})
@@ -332,7 +331,7 @@ def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
         found.append(Fallback(name=CROSS_DOCUMENT, cross_document=True))
     if chooses and not {"lora.rank", "lora.quantize"} & set(flags.given):
         lora = request.settings.lora
-        now = ("qlora" if lora.quantize else "lora") if lora.rank is not None else "full"
+        now = ("qlora" if lora.quantize else "lora") if lora.used else "full"
         for name in list(METHODS)[list(METHODS).index(now) + 1 :]:
             changed = dict(METHODS[name]) | ({"lora.rank": lora.rank} if lora.rank else {})
             words = "QLoRA adapters on 4-bit weights" if changed["lora.quantize"] else "LoRA adapters"

@@ -84,7 +84,7 @@ class GRPO(PostTraining):
 
     def check(self, config: PreTrainedConfig) -> None:
         recipe = self.recipe
-        whole = recipe.lora.rank is None and recipe.model.name in PRESETS and not self.own.base_steps
+        whole = not recipe.lora.used and recipe.model.name in PRESETS and not self.own.base_steps
         if self.own.beta and whole:
             raise RecipeError(
                 f"post_training.beta is {self.own.beta:g}, for which GRPO loads the model a second time, but the "

@@ -96,7 +96,7 @@ def freezes_random_weights(recipe: Recipe) -> str | None:
     """The key and value by which a run freezes a preset's random weights before any step has trained them, or None."""
     if recipe.model.name not in PRESETS or recipe.heads.base_steps or recipe.post_training.base_steps:
         return None
-    if recipe.lora.rank is not None:
+    if recipe.lora.used:
         return f"lora.rank: {recipe.lora.rank}"
     return "heads.stage: 1" if recipe.heads.stage == 1 else None
 

@@ -32,12 +32,12 @@ from tigon.planner.simulated_run import SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache.step_tapes import StepTapes, step_tapes
 from tigon.planner.trace.tape import FORWARD
-from tigon.techniques import model_kernels
 from tigon.techniques.accumulation.accumulation import fuses
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.checkpointing.host_offload import MAX_LEAVING
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import keeps_mxfp4
+from tigon.techniques.sequence_parallel import method
 from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
@@ -112,8 +112,8 @@ def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     ).memory()
     overlapped_bytes = placement.managed + offloaded_bytes
     step_s = step_seconds(request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes)
-    groups = request.settings.sharding.gpus // model_parallel.sharers(request.settings)
-    tokens = request.tokens * request.settings.train.gradient_accumulation * groups
+    groups = request.gpus // request.settings.sharding.processes_per_sample
+    tokens = request.tokens * request.micro_batches * groups
     return Estimate(
         peak_allocated_bytes=memory.peak_bytes,
         peak_reserved_bytes=memory.reserved_bytes,
@@ -160,8 +160,7 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes = []
     if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
-    fused = settings.model.kernels in model_kernels.OF_TIGON
-    if paths := paths_of_counts(model.hybrid_layers, fused=fused, arch=gpu.arch):
+    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched, arch=gpu.arch):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
         if refused := refused_backward(paths, gpu.arch):
             notes.append(f"With what is installed here, {refused}.")
@@ -169,6 +168,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
             notes.append(
                 f"The plan counts the memory of {' and '.join(libraries)}; no GPU has measured their times here."
             )
+    if settings.sharding.sequence > 1:
+        notes.append(method.note(settings, request.config))
     notes += engine.notes(request, model)
     for frozen_request in request.frozen():
         size = in_bytes(model_weights(frozen_request).weight_bytes)

@@ -24,7 +24,6 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import Beside, choose
 from tigon.planner.search.option import Option
 from tigon.profiler.recording.device_memory import host_free_bytes
-from tigon.techniques import model_kernels
 from tigon.techniques.accumulation import accumulation
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
 from tigon.techniques.checkpointing.layer_checkpointing import groups_of, is_by_layer
@@ -107,7 +106,7 @@ class CheckpointPlan:
             estimate, request, train = option.estimate, option.request, option.request.settings.train
             fits = "fits" if estimate.device_bytes <= self.memory_bytes else "too large"
             lines.append(
-                f"  {train.gradient_accumulation:>3} x {request.batch:<4} {train.checkpointing:<28} "
+                f"  {request.micro_batches:>3} x {request.batch:<4} {train.checkpointing:<28} "
                 f"{_gib(estimate.device_bytes):>10} {estimate.step_s:>9.3g} s  {fits}"
             )
         return "\n".join(lines)
@@ -152,7 +151,7 @@ def plan(
             **_fp8(inner),
         }
     )
-    unfused = unfused_layers(inner) if settings.model.kernels in model_kernels.OF_TIGON else 0
+    unfused = unfused_layers(inner) if settings.model.patched else 0
     request = Request(
         model=type(inner).__name__,
         config=inner.config,
@@ -175,7 +174,7 @@ def plan(
         checkpointing=chosen.settings.train.checkpointing,
         cuda_graphs=bool(chosen.settings.train.cuda_graphs),
         batch=chosen.batch,
-        accumulate=chosen.settings.train.gradient_accumulation,
+        accumulate=chosen.micro_batches,
         accumulation_fusion=accumulation.fuses(chosen.settings),
         seq=seq,
         peak_allocated_bytes=estimate.peak_allocated_bytes,

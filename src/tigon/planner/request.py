@@ -14,7 +14,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
 from tigon.techniques.checkpointing.layer_checkpointing import is_by_layer, states_of
 from tigon.techniques.keys.settings import Settings
-from tigon.techniques.keys.train import AUTO
+from tigon.techniques.sequence_parallel import method
 from tigon.techniques.sharding import sharding
 
 if TYPE_CHECKING:
@@ -44,6 +44,24 @@ class Request:
     evaluated: bool = False
     """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
 
+    def __post_init__(self) -> None:
+        """Choose a method in place of `sharding.sequence_method: auto`."""
+        object.__setattr__(self, "settings", method.resolved(self.settings, self.config))
+
+    @property
+    def gpus(self) -> int:
+        return self.settings.sharding.gpus
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.settings.train.gradient_accumulation
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step on one GPU."""
+        return self.batch * self.micro_batches
+
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one GPU."""
@@ -71,10 +89,13 @@ def request_of(
 
     Raises:
         UsageError: The planner cannot predict the objective with these settings, although a run can train it.
+        RecipeError: Rows of several documents would go round a ring.
     """
     for reason in objective.refusals(settings):
         raise UsageError(f"{reason}.")
     data, train = recipe.data, recipe.train
+    if data.packs and not data.cross_document_attention:
+        method.check_documents(settings, config)
     needs_mask = objective.pads or not (data.packs and data.cross_document_attention)
     return Request(
         model=recipe.model.name,
@@ -82,7 +103,7 @@ def request_of(
         batch=train.batch_size,
         seq=data.sequence_length,
         settings=settings,
-        masked=needs_mask and not settings.model.attention.startswith("flash"),
+        masked=needs_mask and not settings.model.flash_attention,
         clipped=train.max_grad_norm > 0,
         evaluated=evaluated,
         objective=objective,
@@ -133,7 +154,7 @@ def check(request: Request) -> None:
     for name, value in (("batch", request.batch), ("seq", request.seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-    if request.settings.train.checkpointing == AUTO:
+    if request.settings.train.auto_checkpointing:
         raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in matrix.untraceable(request.settings):
         raise UsageError(f"{reason}.")

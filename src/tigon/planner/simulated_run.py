@@ -17,7 +17,6 @@ from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
 from tigon.planner.trace.cache.step_tapes import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.techniques.optimizers.table import OPTIMIZERS
 
 # The third step is the first that reuses cached blocks of a step with optimizer states.
 STEPS = 3
@@ -120,7 +119,7 @@ class SimulatedRun:
 
     @property
     def _updates_in_backward(self) -> bool:
-        return OPTIMIZERS[self.request.settings.train.optimizer].in_backward
+        return self.request.settings.train.optimizer_row.in_backward
 
     def _micro_batches(self, ledger: Ledger) -> list[Allocation | None]:
         """The micro-batches of one step; the third and later ones repeat the second. Returns the gradients they
@@ -134,7 +133,7 @@ class SimulatedRun:
         update_bytes = sum(step_tensor_bytes(self.request, self.model.weights)) if self._updates_in_backward else 0
         waits_whole = rules.whole_until_last_micro_batch
         gradients: list[Allocation | None] = []
-        for number in range(min(self.request.settings.train.gradient_accumulation, 2)):
+        for number in range(min(self.request.micro_batches, 2)):
             gradients += replay(
                 ledger,
                 tapes[min(number, len(tapes) - 1)],

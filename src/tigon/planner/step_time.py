@@ -45,7 +45,7 @@ def step_seconds(
     byte_s = traffic.ring_share / gpu.peer_bytes_s
     peers_s = max(traffic.peers_last * byte_s, traffic.peers * byte_s - hidden_s)
     update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
-    return micro_s * settings.train.gradient_accumulation + update_s + link_s + peers_s
+    return micro_s * request.micro_batches + update_s + link_s + peers_s
 
 
 def _with_copies_s(tape: Tape, gpu: Gpu, copies_s: float) -> float:
@@ -68,7 +68,7 @@ def _link_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placemen
     """Copies to and from the host, and the optimizer's step there."""
     settings = request.settings
     seconds = placement.traffic.link / gpu.link_bytes_s
-    if settings.sharding.offload != "none":
+    if settings.sharding.offloads:
         # The CPU's AdamW moves 7 fp32 values per parameter through host memory.
         numel = sum(weight.numel for weight in model.trained) / settings.sharding.gpus
         seconds += 28 * numel / HOST_BYTES_S

@@ -214,6 +214,11 @@ class TrainConfig(TrainKeys):
     """Consecutive steps whose loss or gradient may be infinite or NaN. Each is skipped and counted; one more stops the
     run."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step in each process."""
+        return self.batch_size * self.gradient_accumulation
+
     def shortened(self, steps: int) -> TrainConfig:
         """The same for another number of steps: warm-up and decay fit into them, and nothing is evaluated or saved."""
         warmup_steps = min(self.warmup_steps, steps // 2)

@@ -17,7 +17,6 @@ from tigon.techniques import SWITCHES
 from tigon.techniques.condition import Condition, Switch
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.matrix import refusals
-from tigon.techniques.optimizers.table import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ _CHECKPOINTS = (
         "instead of sharding.zero, or train.save_async: false",
     ),
     Rule(
-        lambda r: r.train.save_async and not OPTIMIZERS[r.train.optimizer].has_plain_states,
+        lambda r: r.train.save_async and not r.train.optimizer_row.has_plain_states,
         "train.save_async takes optimizers with plain states; set train.optimizer: adamw, adamw-foreach, adafactor or "
         "sgd, or train.save_async: false",
     ),
@@ -218,7 +217,7 @@ _RULES = Rules(
             "train.schedule: warmup_stable_decay",
         ),
         Switch(("data.image_size",), "data.images", lambda r: r.data.images > 0, "data.images: 1"),
-        Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
+        Switch(("output.merge",), "lora.rank", lambda r: r.lora.used, "lora.rank: 16"),
         Switch(
             ("output.merge", "output.dtype", "output.max_shard_size"),
             "output.save_model",

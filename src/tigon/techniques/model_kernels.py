@@ -11,9 +11,6 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.technique import Declaration
 
-OF_TIGON = frozenset({"tigon", "no-flce"})
-"""Values of `model.kernels` that patch the model with tigon's ops."""
-
 
 def sinks_flag(settings: Settings) -> bool | None:
     """The flag `attention_sinks` of `tigon.patch` for these settings. None leaves models without sinks alone."""

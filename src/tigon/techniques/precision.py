@@ -75,7 +75,7 @@ DECLARATION = Declaration(
     labels={
         "train.precision": lambda settings: settings.train.precision,
         "train.fp8_scaling": lambda settings: (
-            "rowwise" if settings.train.precision == "fp8" and settings.train.fp8_scaling == "rowwise" else ""
+            "rowwise" if settings.train.in_fp8 and settings.train.fp8_scaling == "rowwise" else ""
         ),
     },
     techniques=(

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon import medusa
-from tigon.errors import OptionError, TigonError, UsageError
+from tigon.errors import OptionError, TigonError, UsageError, one_line
 from tigon.models.decoding.generation_config import objection, settings_of
-from tigon.models.loading.weight_files import one_line
 from tigon.trained.load import Loaded
 from tigon.trainer.evaluation.generate import end_tokens, generated
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.models.loading.weight_files import one_line
+from tigon.errors import one_line
 
 
 @dataclass(frozen=True)

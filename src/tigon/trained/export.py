@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tigon.errors import OptionError, TigonError, UsageError
+from tigon.errors import OptionError, TigonError, UsageError, one_line
 from tigon.models.loading.classifier import set_pad_id, task_of
 from tigon.models.loading.config import is_hub_id
-from tigon.models.loading.weight_files import one_line
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.techniques.qat.qat import NONE
 from tigon.trained import gguf_export, quantized_export, readers
@@ -226,9 +225,9 @@ def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> list[
     expected = checked.expect(model, changed=changed) if checked is not None else None
     if wanted.format is not None:
         rounded = quantized_export.round_weights(model, wanted.format)
-        _save(model, tokenizer, trained, folder, rounded.state)
+        _save(model, tokenizer, trained, folder, rounded.state, _stored_as(wanted))
         return quantized_export.finish(rounded, folder, wanted.target, checked)
-    _save(model, tokenizer, trained, folder)
+    _save(model, tokenizer, trained, folder, stored=_stored_as(wanted))
     lines = [_UNVERIFIED]
     if checked is not None and expected is not None:
         if wanted.gguf is None:
@@ -253,12 +252,29 @@ def _tensors(model: Any) -> list[torch.Tensor]:
     return [*model.parameters(), *(t for name, t in model.named_buffers() if name in model.state_dict())]
 
 
+def _stored_as(wanted: Export) -> str:
+    """What the model card says of a format that the run itself does not write; empty for Hugging Face's own."""
+    if wanted.format is not None:
+        return f"The linear layers are in {wanted.format}. Answers can differ from those of the trained model."
+    if wanted.gguf is not None:
+        file = gguf_export.Target(wanted.target, wanted.target, wanted.gguf).file.name
+        return (
+            f"`{file}` is the model for llama.cpp and Ollama, in {wanted.gguf}. The other files are for transformers."
+        )
+    return ""
+
+
 def _save(
-    model: Any, tokenizer: Any, trained: TrainedModel, folder: Path, state: dict[str, torch.Tensor] | None = None
+    model: Any,
+    tokenizer: Any,
+    trained: TrainedModel,
+    folder: Path,
+    state: dict[str, torch.Tensor] | None = None,
+    stored: str = "",
 ) -> None:
     """Save weights, config, tokenizer, model card and the files of a processor.
 
-    state: The tensors to save; None: those of the model.
+    state: The tensors to save; None: those of the model. stored: The format, for the model card.
     """
     try:
         model.save_pretrained(folder, max_shard_size=SHARD_BYTES, state_dict=state)
@@ -266,7 +282,7 @@ def _save(
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
         raise UsageError(f"{trained.weights}: transformers cannot save it: {one_line(error)}") from None
     tokenizer.save_pretrained(folder)
-    model_card.copy(trained.adapter or Path(trained.weights), folder, merged=trained.adapter is not None)
+    model_card.copy(trained.adapter or Path(trained.weights), folder, merged=trained.adapter is not None, stored=stored)
     for name in PROCESSOR_FILES:
         if (file := Path(trained.tokenizer) / name).is_file():
             shutil.copy(file, folder / name)

@@ -77,6 +77,11 @@ def _find(name: str) -> TrainedModel:
         raise UsageError(f"{name} is not a folder, and {there}; give the folder of a run, or a checkpoint.")
     if is_hub_id(name):
         return TrainedModel(weights=name, tokenizer=name)
+    if path.suffix == ".gguf":
+        raise UsageError(
+            f"{name} is a GGUF file, which Ollama and llama.cpp run; give the folder that `tigon export` "
+            "wrote it into, or the run's folder."
+        )
     known = name if name and (RUNS / name).is_dir() else "run"
     raise UsageError(
         f"{name!r} is not a folder or a hub id (owner/model); give a run folder such as {RUNS / known}, or a "

@@ -15,8 +15,7 @@ import torch
 
 from tigon import medusa
 from tigon.data.tokenizer import load_tokenizer
-from tigon.errors import OptionError, PatchError, RecipeError, RunFolderError, UsageError
-from tigon.models.loading import weight_files
+from tigon.errors import OptionError, PatchError, RecipeError, RunFolderError, UsageError, one_line
 from tigon.models.loading.classifier import beside_adapters, task_of
 from tigon.recipe.keys import ModelConfig
 from tigon.trained.find import TrainedModel
@@ -117,7 +116,7 @@ def whole(trained: TrainedModel, *, near: Path | None = None) -> Iterator[Traine
         except RunFolderError:
             raise
         except Exception as error:  # PyTorch raises any type of error for a damaged file
-            raise UsageError(f"{trained.checkpoint} cannot be loaded: {weight_files.one_line(error)}") from None
+            raise UsageError(f"{trained.checkpoint} cannot be loaded: {one_line(error)}") from None
         place = {"weights": folder} if trained.adapter is None else {"adapter": Path(folder)}
         try:
             yield replace(trained, checkpoint=None, **place)
@@ -163,7 +162,7 @@ def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") ->
         message = message if trained.weights in message else f"{trained.weights}: {message}"
         raise UsageError(_with_way_to_trust(message, trained)) from None
     except Exception as error:  # transformers raises any type of error for a config that allows no model
-        raise UsageError(f"{trained.weights} cannot be loaded: {weight_files.one_line(error)}") from None
+        raise UsageError(f"{trained.weights} cannot be loaded: {one_line(error)}") from None
     if unused:
         print(models.unused_line(unused), file=sys.stderr, flush=True)
     return built

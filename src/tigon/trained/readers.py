@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from tigon._quiet import quiet_peft
-from tigon.errors import UsageError
+from tigon.errors import UsageError, one_line
 from tigon.models.loading.reward_model import with_score
-from tigon.models.loading.weight_files import one_line
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights
 from tigon.trained.part_folder import part_folder

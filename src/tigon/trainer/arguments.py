@@ -12,7 +12,6 @@ from transformers import TrainingArguments
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.optimizers import galore, muon
-from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
 from tigon.trainer.setup import Setup
@@ -100,7 +99,7 @@ def without_data_parallel(args: TrainingArguments) -> TrainingArguments:
 def make_optimizer(setup: Setup) -> MakeOptimizer | None:
     """The function that makes the optimizer; None if the Trainer makes it from its name."""
     train, settings = setup.recipe.train, setup.settings
-    row = OPTIMIZERS[settings.train.optimizer]
+    row = settings.train.optimizer_row
     if row.needs_compiler and settings.sharding.fsdp:
         # With sharded weights, PyTorch's cache of traced graphs has one key for 8-bit and 4-bit moments. A run with one
         # would load the graph of the other and fail (torch 2.13). The cache of compiled kernels is not affected.

@@ -29,6 +29,7 @@ from tigon.techniques.sharding.sharding import (
 )
 from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
+from tigon.trainer import random_weights
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import adapter_checks, self_test
@@ -64,25 +65,23 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
     built = _loaded(setup, loading)
     if settings.sharding.fsdp:
         name_present_layers(built)
-    saves_adapters = saves_adapters and settings.lora.rank is not None
+    saves_adapters = saves_adapters and settings.lora.used
     if saves_adapters and models.is_preset(model.name):
         adapter_files.keep_base(built, setup.config, base)
     flags = {SINKS_FLAG: model_kernels.sinks_flag(settings), **self_test.without(setup.wrong_ops)}
     report = models.patch(built, model.kernels, **flags)
-    if not model.attention.startswith("flash") and settings.sharding.sequence == 1:
-        packed_documents.keep_apart(built)
-    elif settings.sharding.sequence == 1:  # flash attention reads the documents itself
-        packed_documents.states_apart(built)
+    if settings.sharding.sequence == 1:  # flash attention reads the documents itself
+        (packed_documents.states_apart if model.flash_attention else packed_documents.keep_apart)(built)
     built = setup.objective.with_head(built)
     torch.manual_seed(setup.recipe.train.seed)  # adapters do not depend on whether the weights were drawn or read
     for technique in used:
         built = technique.model(built, settings, run_info)
-    if settings.lora.rank is not None and settings.lora.init == LOFTQ:
-        loftq.initialise(built, models.read(model, setup.config, dtype="auto"))
-    if settings.lora.rank is not None:
+    if settings.lora.used:
+        if settings.lora.init == LOFTQ:
+            loftq.initialise(built, models.read(model, setup.config, dtype="auto"))
         models.patch_adapters(built, model.kernels, **flags)
         adapter_checks.check_fused_experts(built, settings)
-    if settings.train.precision == "fp8":
+    if settings.train.in_fp8:
         models.patch_fp8(built, settings, report)
     if saves_adapters:
         adapter_files.name_base(built, model, base)
@@ -107,7 +106,7 @@ def _loaded(setup: Setup, loading: Mapping[str, Any]) -> PreTrainedModel:
     if are_read_in_parts(settings, reads_whole_weights=setup.objective.planned().reads_whole_weights):
         with partitioned_loading(settings, setup.run_info):
             built = load(device=None)
-        models.make_buffers_anew(built, model, config, dtype=dtype)
+        random_weights.make_buffers_anew(built, model, config, dtype=dtype)
         return built
     return load(device=None)
 
@@ -147,7 +146,7 @@ def _stays_on(device: torch.device, settings: Settings, run_info: RunInfo, dtype
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
     sizes = (math.prod(shape) * dtype.itemsize for shape in run_info.shapes.values())
-    return settings.sharding.offload == "none" and fit_whole(sizes, room_bytes)
+    return not settings.sharding.offloads and fit_whole(sizes, room_bytes)
 
 
 def kept_base(model: ModelConfig, settings: Settings, base: Path) -> ModelConfig:
@@ -155,7 +154,7 @@ def kept_base(model: ModelConfig, settings: Settings, base: Path) -> ModelConfig
 
     The engine that made them may have rounded them, so another engine must not draw them again.
     """
-    if settings.lora.rank is None or not models.is_preset(model.name) or not (base / "config.json").exists():
+    if not settings.lora.used or not models.is_preset(model.name) or not (base / "config.json").exists():
         return model
     return ModelConfig(name=str(base), kernels=model.kernels, attention=model.attention)
 

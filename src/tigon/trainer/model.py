@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import importlib.metadata
-import inspect
 import math
 import re
 import warnings
@@ -17,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.errors import PatchError, RecipeError, UsageError, one_line
 from tigon.models import PatchReport
 from tigon.models import patch as patch_model
 from tigon.models import patch_fp8 as to_fp8
 from tigon.models.kv_cache import without_cache
 from tigon.models.loading import weight_files
-from tigon.models.loading.auto_class import auto_class, text_part
+from tigon.models.loading.auto_class import auto_class, refuse_attention, text_part
 from tigon.models.loading.classifier import of_layers, task_of
 from tigon.models.loading.config import check_counts, check_folder, checked, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
-from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS
 from tigon.recipe.keys import ModelConfig, Recipe
-from tigon.techniques import model_kernels
+from tigon.techniques.keys.model import OF_TIGON
 from tigon.techniques.keys.settings import Settings
+from tigon.trainer.random_weights import drawn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -411,7 +409,7 @@ def build(
         loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
     if is_preset(model.name):
         home = device or torch.device("cpu")
-        built = _drawn(model, config, dtype, home, through or home)
+        built = drawn(model, config, dtype, home, through or home)
     else:
         built = read(model, config, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
@@ -460,6 +458,7 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _NOT_LOADED.search(str(error)):
             raise  # a fault of the device or of another process
+        refuse_attention(model.name, model.attention, error)
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
     if getattr(built, "_hf_peft_config_loaded", False):
         raise RecipeError(
@@ -469,84 +468,6 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
     _refuse(model, _without_head(config, report) if gets_head(model, config) else report)
     mxfp4_experts.forget_stored_names(built)
     return built
-
-
-def _undrawn(model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model with uninitialised weights. In CPU memory they take no physical memory until they are written."""
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), torch.device(device):
-        # A copy, because the model keeps and changes it: `config` stays as the preset says.
-        return auto_class(config).from_config(
-            copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=model.attention,
-            trust_remote_code=model.trust_remote_code,
-        )
-
-
-def _drawn(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, through: torch.device
-) -> Any:
-    """A preset on `device`, with random weights that `through` draws module by module by transformers' rules.
-
-    The random numbers that PyTorch's constructors draw are skipped, so the weights depend on the seed and `through`
-    alone. Drawing a billion weights on the CPU would take a minute.
-    """
-    built = _undrawn(model, config, dtype, device)
-    built.tie_weights()
-    rules, scratch = inspect.getsource(type(built)._init_weights), through if through != device else None
-    drawn: set[int] = set()
-    with torch.no_grad():
-        for module in built.modules():
-            undrawn = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
-            drawn.update(map(id, undrawn))  # a tied weight is drawn once, by its embedding, which zeroes a padding row
-            if undrawn:
-                _draw_module(built, module, undrawn, scratch)
-        for module in built.modules():
-            # Qwen3-Next's block of experts draws the weight of its router, which the router itself leaves at 0.
-            if type(module).__name__ in rules and not module._parameters:
-                children = [weight for child in module.children() for weight in child.parameters(recurse=False)]
-                _draw_module(built, module, children, scratch, keeps=True)
-    if scratch and scratch.type == "cuda":
-        torch.cuda.empty_cache()  # releases the memory of the largest module
-    return built
-
-
-def _draw_module(
-    built: Any, module: Any, weights: Sequence[Any], through: torch.device | None, *, keeps: bool = False
-) -> None:
-    """Let transformers draw a module's weights, on `through` if it is given. keeps: weights without a rule stay."""
-    copies, targets = _draws_into_copies(), [(weight, weight.data) for weight in weights]
-    for weight, target in targets if through or copies else ():
-        device, dtype = through or target.device, torch.float32 if copies else target.dtype
-        weight.data = target.to(device, dtype) if keeps else torch.zeros_like(target, device=device, dtype=dtype)
-    built._init_weights(module)
-    for weight, target in targets if through or copies else ():
-        weight.data = target.copy_(weight.data)
-
-
-@functools.cache
-def _draws_into_copies() -> bool:
-    """Whether transformers draws weights of linear layers into an fp32 copy, which 16-bit weights never see (5.8.1)."""
-    import transformers
-
-    return "weight.float()" in inspect.getsource(transformers.PreTrainedModel._init_weights)
-
-
-def make_buffers_anew(
-    built: PreTrainedModel, model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype
-) -> None:
-    """Replace the non-persistent buffers of a model that was built under deepspeed.zero.Init.
-
-    deepspeed.zero.Init casts every tensor of a constructor to 16 bits. A rotary table in bf16 is a radian off after
-    1000 tokens.
-    """
-    correct = dict(_undrawn(model, config, dtype, torch.device("cpu")).named_modules())
-    for path, module in built.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set:
-                module.register_buffer(name, getattr(correct[path], name).to(buffer.device), persistent=False)
 
 
 def patch(model: PreTrainedModel, kernels: str, **ops: bool | None) -> Any:
@@ -559,7 +480,7 @@ def patch(model: PreTrainedModel, kernels: str, **ops: bool | None) -> Any:
     """
     if kernels == "liger":
         return _liger(model)
-    if kernels not in model_kernels.OF_TIGON:
+    if kernels not in OF_TIGON:
         return None
     if kernels == "no-flce":
         ops = {"linear_cross_entropy": False, **ops}
@@ -574,7 +495,7 @@ def patch_adapters(model: PreTrainedModel, kernels: str, **ops: bool | None) -> 
 
     ops: as in `patch`.
     """
-    if kernels in model_kernels.OF_TIGON:
+    if kernels in OF_TIGON:
         patch(model, kernels, **{**ops, **dict.fromkeys(LAYER_FLAGS, False)})
 
 

@@ -24,7 +24,7 @@ from tigon.models.hybrid_layers import LayerPath, paths_of, slow_layers
 from tigon.models.loading import hub
 from tigon.objectives.choose import config_for, objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES, model_kernels
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
 from tigon.techniques.optimizers import muon
 from tigon.trainer import model, run_data
@@ -32,7 +32,7 @@ from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.evaluation import harness
 from tigon.trainer.evaluation.prompts import Prompt, as_chat, prompts_of, sample_prompt
-from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, preflight, self_test
+from tigon.trainer.guards import adapter_checks, auto_checkpointing, auto_packing, auto_sequence, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import warnings_of
 from tigon.trainer.post_training.rewards import load_rewards
 from tigon.trainer.post_training.tools_and_environments import load_environment, load_tools
@@ -129,11 +129,15 @@ class Prepared(Setup):
         return _LONG_RUN.sub(r"\1 x many", self.tokenizer.decode(self.prompt))
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step in all processes."""
+        return resume_rules.samples_per_step(self.recipe, self.settings.sharding.gpus)
+
+    @property
     def size_words(self) -> str:
         """How much the run trains: optimizer steps, samples, rows and learned tokens."""
         data, n_steps = self.data, self.data["steps"]
-        per_step = resume_rules.samples_per_step(self.recipe, self.settings.sharding.gpus)
-        words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {per_step:,} samples"
+        words = f"{n_steps:,} optimizer step{'s' if n_steps > 1 else ''} of {self.samples_per_step:,} samples"
         words += f", {_few_digits(data['epochs'])} epoch{'' if data['epochs'] == 1 else 's'}"
         if "rows_per_sample" in data:
             each = data["rows_per_sample"]
@@ -180,6 +184,10 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 class _Checked:
     """What the checks of the recipe against model and machine found out."""
 
+    recipe: Recipe
+    """With a method in place of `sharding.sequence_method: auto`."""
+    lines: tuple[str, ...]
+    """What was chosen."""
     config: PreTrainedConfig
     shapes: Mapping[str, tuple[int, ...]]
     layer_paths: tuple[LayerPath, ...]
@@ -194,8 +202,9 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     harness.check_tasks(recipe.eval.lm_eval)
     config = config_for(recipe, model.load_config(recipe.model))
     preflight.check_lengths(recipe, config)
+    recipe, lines = auto_sequence.resolved(recipe, config)
     built = model.without_data(config)
-    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.kernels in model_kernels.OF_TIGON)
+    shapes, layer_paths = model.shapes_of(built), paths_of(built, fused=recipe.model.patched)
     if recipe.train.optimizer == "muon":
         muon.check_model(built)
     del built
@@ -212,6 +221,8 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
     preflight.check_disk(recipe, settings, shapes)
     preflight.check_memory(recipe, settings, device, shapes)
     return _Checked(
+        recipe=recipe,
+        lines=lines,
         config=config,
         shapes=shapes,
         layer_paths=layer_paths,
@@ -237,7 +248,7 @@ def _check_scorers(spec: TrlTraining, source: run_data.SourceDocuments) -> None:
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     checked = _check(recipe, device)
-    config, objective = checked.config, checked.objective
+    recipe, config, objective = checked.recipe, checked.config, checked.objective
     source = run_data.read_documents(recipe, objective)
     if objective.trl is not None:
         _check_scorers(objective.trl, source)
@@ -256,7 +267,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         preflight.check_sample(recipe, config, len(prompt))
     prompts = prompts_of(recipe, tok, config, as_chat=as_chat(data))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
-    flatten = recipe.data.packs and recipe.model.attention.startswith("flash")
+    flatten = recipe.data.packs and recipe.model.flash_attention
     collator = objective.rows(recipe.data).collator(pad_id, flatten)
     labels = objective.labels_part
     config = config if labels is None else labels.with_labels(config, pad_id)
@@ -292,6 +303,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
             if labels is not None
             else preview.rows_line(source.read, tok, tokens.rendering)
         )
+        + checked.lines
         + packing_line
         + data.packing_line
         + graphs_line

@@ -221,7 +221,10 @@ def samples_of(
             "column completion, or set post_training.base_steps: 0"
         )
     evaluated = objective.rows(recipe.data).pack(encoded[1]) if n_texts[1] else None
-    n_samples, n_eval = len(train.samples if rows is None else rows[0]), len(evaluated.samples if evaluated else ())
+    n_samples, n_eval = (
+        len(train.samples if rows is None else rows[0]),
+        len(evaluated.samples if evaluated else ()),
+    )
     size = _size(recipe, objective, encoded[0], n_samples, n_eval, data_parallel_size)
     _check_enough(recipe, n_samples, size)
     _check_schedule(recipe, steps_of(recipe, size))
@@ -301,7 +304,7 @@ def _size(
 ) -> RunSize:
     """The size of the run, for the number of its steps."""
     if objective.trl is not None and objective.trl.scores:  # a sample is a completion; TRL leaves out an unfull step
-        per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * data_parallel_size
+        per_step = recipe.train.samples_per_step * data_parallel_size
         n_samples *= recipe.post_training.generations
         n_samples -= n_samples % per_step
     of_text = objective.packs and Tokens.of(encoded).are_text.any()
@@ -329,7 +332,7 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
             advice = _gives_more(recipe, size, batch_size)
             raise RecipeError(f"{given} {name} {batch_size}; {advice}lower {name} or data.sequence_length, or add text")
     train = recipe.train
-    samples_per_step = train.batch_size * train.gradient_accumulation * size.n_processes
+    samples_per_step = train.samples_per_step * size.n_processes
     if n_samples < samples_per_step:
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
         shared = " groups of" if recipe.sharding.sequence > 1 else ""

@@ -51,7 +51,7 @@ def make(
 def _arguments(setup: Setup, run: Path, *, evaluate: bool) -> TrainingArguments:
     values = arguments(setup, run, evaluate=evaluate)
     values |= {"remove_unused_columns": False, "label_names": ["labels"]}
-    if setup.recipe.data.images and setup.settings.lora.rank is None:
+    if setup.recipe.data.images and not setup.settings.lora.used:
         # Some models leave the last layer of their vision tower out, as LLaVA does.
         values["ddp_find_unused_parameters"] = True
     return without_data_parallel(TrainingArguments(**values))

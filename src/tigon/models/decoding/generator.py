@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from tigon._trunk import trunk_of
+from tigon.errors import one_line
 from tigon.models.decoding.kv_pool import KVPool
 from tigon.models.decoding.prompt_queue import PromptQueue
 from tigon.models.decoding.rows import MOST_ROWS, Limits, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
 from tigon.models.kv_cache import cache_argument, queries_per_key
-from tigon.models.loading.weight_files import one_line
 from tigon.models.patch import unwrap
 from tigon.models.tracing import attention_replaced
 from tigon.ops.decode_attention import MOST_TILE_QUERIES, decode_attention

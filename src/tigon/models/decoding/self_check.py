@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tigon.errors import one_line
 from tigon.models.decoding.generator import evaluating, generate
 from tigon.models.decoding.rows import DECODED_KINDS, Limits
 from tigon.models.decoding.sampling import Sampling
 from tigon.models.hybrid_layers import counts_of
-from tigon.models.loading.weight_files import one_line
 from tigon.models.patch import unwrap
 
 if TYPE_CHECKING:

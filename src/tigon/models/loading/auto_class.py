@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tigon.errors import RecipeError, one_line
 from tigon.models.loading.classifier import auto_classifier, task_of
 
 if TYPE_CHECKING:
@@ -53,3 +54,16 @@ def text_part(config: PreTrainedConfig) -> str | None:
     if auto_class(config) is not AutoModelForCausalLM or part is not type(config.get_text_config()):
         return None
     return None if part is type(config) else str(part.model_type)
+
+
+def refuse_attention(name: str, attention: str, error: Exception) -> None:
+    """Raise a RecipeError if `error` says that transformers has no such attention for the model.
+
+    name: the model, for the message. attention: the recipe's `model.attention`.
+    """
+    if attention == "sdpa" and "scaled_dot_product_attention" in str(error):
+        raise RecipeError(f"model.attention: transformers has no sdpa for {name}; set model.attention: eager") from None
+    if "attn_implementation" in str(error) or "flash" in str(error).lower():
+        raise RecipeError(
+            f"model.attention: {attention} does not run for {name}: {one_line(error)}; set model.attention: sdpa"
+        ) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon._files import refuse_odd_files
-from tigon.errors import UsageError
+from tigon.errors import UsageError, one_line
 from tigon.models.loading.presets import MULTIMODAL_SHAPES, PRESETS
 from tigon.models.loading.weight_files import read_json
 
@@ -66,7 +66,7 @@ def _config_from_file(file: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(file)
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a bad config
-        raise UsageError(f"{file}: transformers cannot read it: {_one_line(error)}") from None
+        raise UsageError(f"{file}: transformers cannot read it: {one_line(error)}") from None
     return checked(config, str(file))
 
 
@@ -145,7 +145,7 @@ def _config_from_hub(name: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers, huggingface_hub and the connection raise many types
-        raise UsageError(f"{name}: its config cannot be loaded from the hub: {_one_line(error)}") from None
+        raise UsageError(f"{name}: its config cannot be loaded from the hub: {one_line(error)}") from None
     return checked(config, name)
 
 
@@ -177,9 +177,4 @@ def build_on_meta(name: str, config: PreTrainedConfig) -> torch.nn.Module:
             return auto.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:  # a config can be wrong in as many ways as there are models
         what = architecture or "a language model"
-        raise UsageError(f"{name}: transformers cannot build {what} from its config: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    """The error's type and the first sentence of its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).partition('. ')[0][:240]}"
+        raise UsageError(f"{name}: transformers cannot build {what} from its config: {one_line(error)}") from None

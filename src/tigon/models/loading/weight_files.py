@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tigon._files import open_regular, read_text, refuse_special
-from tigon.errors import UsageError
+from tigon.errors import UsageError, one_line
 from tigon.models.loading.auto_class import auto_class
 
 if TYPE_CHECKING:
@@ -226,11 +226,6 @@ def report_of(info: Mapping[str, Any]) -> LoadReport:
 
 def _shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
-
-
-def one_line(error: BaseException) -> str:
-    """The type of an error and its shortened message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager

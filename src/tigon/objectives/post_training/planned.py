@@ -76,7 +76,7 @@ class PlannedWithReference(PlannedPostTraining):
     """
 
     def frozen_models(self, trained: FrozenModel, settings: Settings) -> tuple[FrozenModel, ...]:
-        return () if settings.lora.rank is not None else (trained,)
+        return () if settings.lora.used else (trained,)
 
     def reference_logprobs(
         self,

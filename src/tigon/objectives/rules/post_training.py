@@ -59,7 +59,7 @@ def is_post_training(recipe: Recipe) -> bool:
 def check_profiled(recipe: Recipe) -> None:
     """Raise RecipeError if a profile, which leaves the steps before the objective's own out, cannot begin."""
     own = recipe.post_training
-    if recipe.train.objective == "grpo" and own.beta and own.base_steps and recipe.lora.rank is None:
+    if recipe.train.objective == "grpo" and own.beta and own.base_steps and not recipe.lora.used:
         raise RecipeError(
             f"a profile leaves post_training.base_steps out, and with post_training.beta {own.beta:g} TRL reads the "
             "reference from the model that they write; add --set post_training.beta=0 or --set lora.rank=8"
@@ -223,7 +223,7 @@ def _holds_frozen_model(recipe: Recipe) -> bool:
     """Whether the run holds a reference or a teacher; adapters need no reference."""
     objective = recipe.train.objective
     compares = objective in ("dpo", "kto") or (objective == "grpo" and bool(recipe.post_training.beta))
-    return objective == "distill" or (compares and recipe.lora.rank is None)
+    return objective == "distill" or (compares and not recipe.lora.used)
 
 
 RULES = Rules(
@@ -242,7 +242,7 @@ RULES = Rules(
         Rule(
             lambda r: (
                 r.train.objective in ("dpo", "kto", "grpo")
-                and r.lora.rank is not None
+                and r.lora.used
                 and (r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal"))
             ),
             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "

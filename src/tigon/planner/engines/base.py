@@ -167,6 +167,7 @@ class Engine(ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.gpus = settings.sharding.gpus
 
     def traced_settings(self) -> Settings:
         """The settings for the trace of one GPU's forward and backward passes."""
@@ -208,7 +209,7 @@ def drawn_whole(request: Request) -> bool:
     Random weights without offload stay on the GPU if they fit. A checkpoint's weights are read into partitions or to
     the host (trainer/engine.py).
     """
-    return is_drawn(request) and request.settings.sharding.offload == "none"
+    return is_drawn(request) and not request.settings.sharding.offloads
 
 
 def computed_in_16_bits(settings: Settings) -> Settings:

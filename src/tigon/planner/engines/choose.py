@@ -97,13 +97,13 @@ class Ddp(Engine):
             gradients=Gradients(nbytes=grads),  # the buckets are a second copy, not views of the gradients
             gathered=GatheredSizes(registered=_broadcast_bytes(model)),
             optimizer_tensor_bytes=tuple(states),
-            update=sharded_update(model, gpus=self.settings.sharding.gpus, optimizer_bytes=sum(states)),
+            update=sharded_update(model, gpus=self.gpus, optimizer_bytes=sum(states)),
             step_tensor_bytes=tuple(step_tensor_bytes(request, model.weights)),
             traffic=Traffic(
                 peers=2 * grads,
                 peers_last=2 * embedding_grad_bytes(model),
                 copied=4 * grads,
-                ranks=self.settings.sharding.gpus,
+                ranks=self.gpus,
             ),
             managed=managed_bytes(request, model.weights),
         )

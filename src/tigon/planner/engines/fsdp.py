@@ -30,6 +30,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
 from tigon.techniques.keys.settings import Settings
+from tigon.techniques.lora.lora import frozen_dtype
 from tigon.techniques.precision import number_format
 from tigon.techniques.sharding.sharding import shard_ranks
 from tigon.units import in_bytes
@@ -56,8 +57,9 @@ class Fsdp(Engine):
         return 2 if number_format(self.settings).autocast is not None else 1
 
     def _widening_of(self, weight: Weight) -> int:
-        """That of one weight. Beside weights in 4 bits, frozen ones are loaded in the dtype of the matmuls."""
-        return 1 if self.settings.lora.quantize and not weight.trained else self._widening
+        """That of one weight. Beside adapters, frozen ones are loaded in the dtype of the matmuls."""
+        narrow = frozen_dtype(self.settings) != number_format(self.settings).weights
+        return 1 if narrow and not weight.trained else self._widening
 
     def placement(self, request: Request, model: ModelWeights) -> Placement:
         settings, gpus, widening = self.settings, shard_ranks(self.settings), self._widening
@@ -76,7 +78,7 @@ class Fsdp(Engine):
         update_sm_s = sum(map(optimizer.sm_s, by_muon)) / gpus
         host, link = 0, 0
         loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
-        if settings.sharding.offload != "none":
+        if settings.sharding.offloads:
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
         return Placement(
@@ -90,7 +92,7 @@ class Fsdp(Engine):
                 kept=False,
                 copies=self._copies(),
                 # accelerate reduces only in the last micro-batch (no_sync)
-                whole_until_last_micro_batch=settings.train.gradient_accumulation > 1,
+                whole_until_last_micro_batch=request.micro_batches > 1,
             ),
             gathered=self._gathered(model),
             traffic=replace(self._traffic(model, link), waited=summed_bytes(request)),
@@ -135,7 +137,7 @@ class Fsdp(Engine):
     def _traffic(self, model: ModelWeights, link: int) -> Traffic:
         divided = TENSOR_HOST_CALLS if self.settings.sharding.tensor > 1 else 0
         host_calls = (HOST_CALLS + divided) * len(model.trained)
-        if self.settings.sharding.gpus == 1:
+        if self.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
         # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
         passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
@@ -166,7 +168,7 @@ class Fsdp(Engine):
         made = [GradientCopy(share=1 / ranks, stays=True)]
         if self._widening > 1:
             made.append(GradientCopy(share=self._widening / ranks))
-        return tuple(made if self.settings.sharding.offload != "none" else made[:-1])
+        return tuple(made if self.settings.sharding.offloads else made[:-1])
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
@@ -214,8 +216,9 @@ class Fsdp(Engine):
             return (*notes, f"Each process holds the quantised model ({whole}) on the host until FSDP2 divides it.")
         if request.model in PRESETS:
             return notes
-        gpus = self.settings.sharding.gpus
-        whole_gib = gpus * number_format(self.settings).weights.itemsize * sum(w.numel for w in model.weights) / 2**30
+        gpus = self.gpus
+        wide, frozen = number_format(self.settings).weights.itemsize, frozen_dtype(self.settings).itemsize
+        whole_gib = gpus * sum(w.numel * (wide if w.trained else frozen) for w in model.weights) / 2**30
         return (
             *notes,
             f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "

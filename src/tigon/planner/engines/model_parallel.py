@@ -8,7 +8,6 @@ from dataclasses import replace
 from tigon.planner.request import Request, text_config, ties_embeddings
 from tigon.planner.simulate.model_states import ModelWeights, Weight
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING
 from tigon.techniques.sequence_parallel.ring_attention import CHUNKS
 
@@ -17,11 +16,6 @@ def check(request: Request) -> None:
     """Raise RecipeError if a technique does not fit the model, as before a run."""
     for technique in TECHNIQUES.values():
         technique.fits(text_config(request.config), request.settings)
-
-
-def sharers(settings: Settings) -> int:
-    """The number of processes that train on the same samples."""
-    return settings.sharding.sequence * settings.sharding.tensor
 
 
 def of_process(request: Request) -> Request:

@@ -100,10 +100,10 @@ class _Zero(Engine):
 
     @property
     def _offloads(self) -> bool:
-        return self.settings.sharding.offload != "none"
+        return self.settings.sharding.offloads
 
     def _optimizer_memory(self, model: ModelWeights) -> _OptimizerMemory:
-        optimizer, gpus = cost_of(self.settings), self.settings.sharding.gpus
+        optimizer, gpus = cost_of(self.settings), self.gpus
         elements = [
             sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
             for decays in (True, False)
@@ -144,7 +144,7 @@ class _Zero(Engine):
         )
 
     def _update(self, model: ModelWeights, states_bytes: int, sm_s: float) -> UpdateWork:
-        gpus = self.settings.sharding.gpus
+        gpus = self.gpus
         work = sharded_update(model, gpus=gpus, optimizer_bytes=states_bytes, sm_s=sm_s)
         passes = self._step_bytes(model) * share(sum(weight.numel for weight in model.trained), gpus)
         return replace(work, moved_bytes=work.moved_bytes + passes)
@@ -178,7 +178,7 @@ class _Zero(Engine):
         return FP32 if self._mixed else self._optimizer_itemsize
 
     def _traffic(self, model: ModelWeights) -> Traffic:
-        grads, gpus = grad_bytes(model), self.settings.sharding.gpus
+        grads, gpus = grad_bytes(model), self.gpus
         return Traffic(
             link=self._link_bytes(model) if self._offloads else 0,
             peers=self._peer_bytes(model) if gpus > 1 else 0,
@@ -193,7 +193,7 @@ class _Zero(Engine):
 
     def _link_bytes(self, model: ModelWeights) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
-        return 2 * share(grad_bytes(model), self.settings.sharding.gpus)
+        return 2 * share(grad_bytes(model), self.gpus)
 
     def _peer_bytes(self, model: ModelWeights) -> int:
         return 2 * grad_bytes(model)
@@ -240,11 +240,11 @@ class Zero2(_Zero):
 
     def _gradients(self, model: ModelWeights) -> Gradients:
         # grads_in_partition: this GPU's slice is copied into one tensor when the first bucket is reduced.
-        nbytes = 0 if self._offloads else share(grad_bytes(model), self.settings.sharding.gpus)
+        nbytes = 0 if self._offloads else share(grad_bytes(model), self.gpus)
         return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
 
     def _flat_bytes(self, model: ModelWeights) -> int:
-        return share(grad_bytes(model), self.settings.sharding.gpus)
+        return share(grad_bytes(model), self.gpus)
 
 
 class Zero3(_Zero):
@@ -262,9 +262,7 @@ class Zero3(_Zero):
     def _gathers_layers(self, model: ModelWeights) -> bool:
         of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
         shapes = {weight.name: weight.shape for weight in model.weights}
-        return gathers_layers(
-            self.settings, RunInfo(shapes=shapes, processes=self.settings.sharding.gpus, runs_layers_once=of_model)
-        )
+        return gathers_layers(self.settings, RunInfo(shapes=shapes, processes=self.gpus, runs_layers_once=of_model))
 
     def _host_calls(self, model: ModelWeights) -> int:
         if not self._gathers_layers(model):
@@ -280,7 +278,7 @@ class Zero3(_Zero):
         return gathering_too(placement, frozen)
 
     def load_frozen(self, loading: Loading) -> None:
-        load_divided(loading, self.settings.sharding.gpus)
+        load_divided(loading, self.gpus)
 
     def _weights_bytes(self, model: ModelWeights) -> int:
         if self._offloads:
@@ -288,13 +286,13 @@ class Zero3(_Zero):
         sharding = self.settings.sharding
         # hpZ: a second copy, divided over fewer processes
         copy = share(model.weight_bytes, sharding.zero_copy_ranks) if sharding.zero_copy_ranks > 1 else 0
-        return share(model.weight_bytes, sharding.gpus) + copy
+        return share(model.weight_bytes, self.gpus) + copy
 
     def _gradients(self, model: ModelWeights) -> Gradients:
         if self._offloads:
             return Gradients(kept=False, copies=self._copies(model))
         # grad_partitions_flat_buffer exists from the start
-        return Gradients(nbytes=share(grad_bytes(model), self.settings.sharding.gpus), kept=False)
+        return Gradients(nbytes=share(grad_bytes(model), self.gpus), kept=False)
 
     def _copies(self, model: ModelWeights) -> tuple[GradientCopy, ...]:
         """Copies of a gradient if the states are offloaded. This GPU's part goes to the host and back.
@@ -302,7 +300,7 @@ class Zero3(_Zero):
         It is converted part by part to fp64 for its norm, and to fp32 for the optimizer (stage3.py: partition_grads,
         _constant_buffered_norm2, _offload_grad_partition_at_boundary).
         """
-        itemsize, gpus = model.weights[0].itemsize, self.settings.sharding.gpus
+        itemsize, gpus = model.weights[0].itemsize, self.gpus
         return (
             GradientCopy(share=1 / gpus, stays=True),
             GradientCopy(share=FP64 / itemsize / gpus, most_bytes=FP64 * NORM_ELEMENTS),
@@ -331,7 +329,7 @@ class Zero3(_Zero):
             head_stays=settings.model.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
         )
         # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
-        return GatheredSizes(by_layer=plan, registered=(largest_weight // settings.sharding.gpus, largest_weight))
+        return GatheredSizes(by_layer=plan, registered=(largest_weight // self.gpus, largest_weight))
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         return 0
@@ -345,7 +343,7 @@ class Zero3(_Zero):
         return 0 if in_parts or self.settings.lora.quantize else model.weights[0].itemsize
 
     def _link_bytes(self, model: ModelWeights) -> int:
-        return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.settings.sharding.gpus)
+        return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.gpus)
 
     def _peer_bytes(self, model: ModelWeights) -> int:
         """Two gathers and a reduction. qwZ halves a gather. qgZ sends a quarter twice: within and between machines."""

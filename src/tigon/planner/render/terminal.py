@@ -136,14 +136,10 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 def headline(plan: Plan) -> str:
     """The answer in one line: whether the run fits as it was asked for and, if not, whether another recipe does."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
-    gpus = f"{request.settings.sharding.gpus} x {gpu.name}" if request.settings.sharding.gpus > 1 else gpu.name
+    gpus = f"{request.gpus} x {gpu.name}" if request.gpus > 1 else gpu.name
     where = f"{gpus} ({gib(gpu.memory_bytes)})"
-    micro_batches = (
-        f" in {request.settings.train.gradient_accumulation} micro-batches"
-        if request.settings.train.gradient_accumulation > 1
-        else ""
-    )
-    samples = f"{_samples(request.batch * request.settings.train.gradient_accumulation)} of {request.seq:,} tokens"
+    micro_batches = f" in {request.micro_batches} micro-batches" if request.micro_batches > 1 else ""
+    samples = f"{_samples(request.samples_per_step)} of {request.seq:,} tokens"
     run = f"{samples}{_sequences(request)}{micro_batches}"
     if option.fits(gpu, plan.problem.host_bytes):
         used, speed = gib(option.estimate.device_bytes), f"{option.estimate.tokens_per_s:,.0f} tokens/s"
@@ -158,7 +154,7 @@ def headline(plan: Plan) -> str:
 def _what_to_change(plan: Plan) -> str:
     request, tried = plan.option.request, plan.problem.fallbacks
     ways = ["Lower --batch or --seq", "leave out options so that they may change", "add GPUs"]
-    if request.settings.lora.rank is None and not tried:
+    if not request.settings.lora.used and not tried:
         ways.append("train adapters with --method lora")
     elif not request.settings.lora.quantize and not tried:
         ways.append("keep the frozen weights in 4 bits with --method qlora")
@@ -262,7 +258,7 @@ def _recommendations(plan: Plan, console: Console) -> None:
     rows = []
     for number, one in enumerate(plan.recommended, 1):
         result, request = one.option.estimate, one.option.request
-        batch = f"{request.batch} x {request.settings.train.gradient_accumulation}"
+        batch = f"{request.batch} x {request.micro_batches}"
         figures = _figures(result, result.host_bytes)
         rows.append((str(number), label(request.settings), batch, *figures, _changes(plan, request)))
     titles = ("#", "recipe", "batch", *_FIGURES, "changes")

@@ -84,7 +84,7 @@ def choose(
     Raises:
         UsageError: The model cannot be traced, or the request is wrong.
     """
-    splits = splits or [(request.batch, request.settings.train.gradient_accumulation)]
+    splits = splits or [(request.batch, request.micro_batches)]
     seen: dict[tuple[int, str], Option] = {}
 
     def layers_of(split: tuple[int, int]) -> _Layers:
@@ -104,10 +104,10 @@ def choose(
     assert best is not None, "there is at least one split"
     # A batch that is not divided holds no gradients in its forward pass, so it may keep more than its parts.
     undivided = splits[0][1] == 1 and splits[0][0] != best.request.batch
-    if undivided and best.request.settings.train.checkpointing != "none":
+    if undivided and best.request.settings.train.recomputes:
         option = largest.fastest(beats=_speed(best) if largest.fits(best) else 0.0)
         best = option if largest.better(option, best) else best
-    if beside.host and best.request.settings.train.checkpointing != "none":
+    if beside.host and best.request.settings.train.recomputes:
         # With the inputs alone on the host every layer is recomputed, which is never faster than what fits.
         kinds = [] if largest.fits(best) else [OFFLOAD]
         if not request.masked and request.seq >= LONG_TOKENS:

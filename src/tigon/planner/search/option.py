@@ -33,7 +33,7 @@ class Option:
     @property
     def all_host_bytes(self) -> int:
         """Pinned host memory of all the GPUs of one host."""
-        return self.estimate.host_bytes * min(self.request.settings.sharding.gpus, GPUS_PER_HOST)
+        return self.estimate.host_bytes * min(self.request.gpus, GPUS_PER_HOST)
 
 
 def estimate_option(request: Request, gpu: Gpu) -> Option:

@@ -216,12 +216,12 @@ class _Search:
                 return None
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
             smallest = (
-                settings.having({"train.checkpointing": "full"}) if settings.train.checkpointing == AUTO else settings
+                settings.having({"train.checkpointing": "full"}) if settings.train.auto_checkpointing else settings
             )
             return Rejected(settings=smallest, batch=batch, device_bytes=needs, reason=reason)
 
         rejected = too_much(_at_least(unchecked, settings, batch)) if unchecked is not None else None
-        if rejected is None and settings.train.checkpointing == AUTO:
+        if rejected is None and settings.train.auto_checkpointing:
             return fastest(space.as_request(self.problem.request, settings, batch), gpu)
         if rejected is None and settings.train.gradient_accumulation > 1:
             # Later micro-batches need a second trace, so the first one is estimated alone before.
@@ -265,7 +265,7 @@ def _trained_bytes(option: Option) -> int:
 
 def _whole_gradients(settings: Settings) -> bool:
     """Whether gradients as large as the weights are held until the step."""
-    return settings.lora.rank is None and not (settings.sharding.divides_states)
+    return not settings.lora.used and not (settings.sharding.divides_states)
 
 
 def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...]]:

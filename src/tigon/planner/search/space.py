@@ -17,7 +17,6 @@ from tigon.techniques import SEARCHES, TECHNIQUES, matrix, tiling
 from tigon.techniques.base_offload import base_offload
 from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST
 from tigon.techniques.keys.settings import DEFAULT, Settings
-from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.sharding.sharding import PLACEMENTS
 from tigon.techniques.technique import How, Search, Technique
 
@@ -54,7 +53,7 @@ def layers_on_host(settings: Settings) -> Fallback | None:
     """The fallback of frozen layers on the host for a run with adapters; None if they cannot or already wait there."""
     lora = settings.lora
     changed = settings.having({base_offload.KEY: True})
-    if lora.rank is None or lora.base_offload or matrix.refusals(changed):
+    if not lora.used or lora.base_offload or matrix.refusals(changed):
         return None
     return Fallback(name="frozen layers on the host", settings={base_offload.KEY: True})
 
@@ -88,13 +87,9 @@ class SearchProblem:
     @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step on one GPU."""
-        gpus = self.request.settings.sharding.gpus
+        gpus = self.request.gpus
         wanted = self.effective_batch
-        return (
-            self.request.batch * self.request.settings.train.gradient_accumulation
-            if wanted is None
-            else max(1, wanted // gpus)
-        )
+        return self.request.samples_per_step if wanted is None else max(1, wanted // gpus)
 
 
 def with_headroom(gpu: Gpu) -> Gpu:
@@ -104,7 +99,7 @@ def with_headroom(gpu: Gpu) -> Gpu:
 
 def as_request(request: Request, settings: Settings, batch: int) -> Request:
     """`request` with these settings and batch. Gradients that update weights in the backward pass cannot be clipped."""
-    clipped = request.clipped and not OPTIMIZERS[settings.train.optimizer].in_backward
+    clipped = request.clipped and not settings.train.optimizer_row.in_backward
     return replace(request, settings=settings, batch=batch, clipped=clipped)
 
 
@@ -129,7 +124,7 @@ def change_rank(settings: Settings) -> int:
 
 def crosses_documents(request: Request) -> bool:
     """Whether attention crosses the documents of a packed sample. FlashAttention keeps them apart without a mask."""
-    return not (request.masked or request.objective.pads or request.settings.model.attention.startswith("flash"))
+    return not (request.masked or request.objective.pads or request.settings.model.flash_attention)
 
 
 def request_rank(request: Request) -> int:
@@ -199,7 +194,7 @@ def placements(problem: SearchProblem, settings: Settings) -> Iterator[Settings]
             for row in rows
             if row["sharding.offload"] != "none" or not (row["sharding.zero"] or row["sharding.fsdp"])
         ]
-        if base.lora.rank is not None:  # the states of adapters are too small to offload
+        if base.lora.used:  # the states of adapters are too small to offload
             rows = [row for row in rows if row["sharding.offload"] == "none"]
     for row in rows or [fixed]:
         placed = settings.having(row)
@@ -239,7 +234,7 @@ def splits(problem: SearchProblem) -> list[tuple[int, int]]:
     """(batch, accumulate) pairs with the requested samples per optimizer step, largest micro-batch first."""
     request = problem.request
     if "train.gradient_accumulation" not in problem.free:
-        return [(request.batch, request.settings.train.gradient_accumulation)]
+        return [(request.batch, request.micro_batches)]
     n_samples = problem.samples_per_step
     most = min(request.batch, n_samples)
     takes = request.objective.batch_refusal

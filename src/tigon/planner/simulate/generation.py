@@ -26,7 +26,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     generation = request.objective.generation(request.seq)
     if generation is None:
         return
-    samples = request.batch * request.settings.train.gradient_accumulation
+    samples = request.samples_per_step
     uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
     itemsize = number_format(request.settings).compute_dtype.itemsize
     if uses_generator:  # its pool keeps all tokens of a layer with a window too

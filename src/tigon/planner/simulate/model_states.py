@@ -111,6 +111,9 @@ def model_weights(request: Request) -> ModelWeights:
 
     The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
     checkpointing, MLP tiles and accumulation fusion have fixed values, because the weights do not depend on them.
+
+    Raises:
+        RecipeError: The optimizer is Muon, and no weight is one that it updates (GPT-2, whose layers are Conv1D).
     """
     settings = request.settings.having(
         {
@@ -125,7 +128,10 @@ def model_weights(request: Request) -> ModelWeights:
             "sharding.sequence_method": ULYSSES,
         }
     )
-    return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))
+    found = _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, settings=settings)))
+    if settings.train.optimizer == "muon":
+        muon.check_count(sum(weight.by_muon for weight in found.weights), request.config.model_type)
+    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,7 +159,7 @@ def _built_weights(key: TraceKey) -> ModelWeights:
     model = build(request.model, request.config)
     if settings.lora.quantize:
         quantized_weights.quantize(model, settings)
-    if settings.lora.rank is not None:
+    if settings.lora.used:
         lora_adapters.add_lora(model, settings, fused=False)
     head = model.get_output_embeddings()
     model = request.objective.attach(model)

@@ -6,6 +6,7 @@ Suffixes of names give shapes: S tokens sorted by expert, E experts, I input wid
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -78,6 +79,28 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     run = dispatch.Planned(arch=arch, ignored=ignored, count=recorder.count)
     with dispatch.planned_for(run), _CudaFunctions(recorder):
         yield
+
+
+@contextlib.contextmanager
+def no_launches() -> Iterator[None]:
+    """Context in which every launch of a Triton kernel raises.
+
+    A fake tensor's address is 0. A kernel that a GPU runs with it reads there, and CUDA then fails for the whole
+    process. tigon's ops launch nothing in a trace; the code of other libraries may.
+    """
+    if not dispatch.HAS_TRITON:
+        yield
+        return
+    function = importlib.import_module("triton.runtime.jit").JITFunction
+
+    def refuse(kernel: Any, *_: object, **__: object) -> None:
+        raise RuntimeError(f"{kernel.fn.__module__}.{kernel.fn.__name__} is a Triton kernel, which needs data")
+
+    before, function.run = function.run, refuse
+    try:
+        yield
+    finally:
+        function.run = before
 
 
 # --- scratch memory inside operators ---------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def trace(
     """
     record = record or recorded
     layers = int(text_config(request.config).num_hidden_layers)
-    bf16_layers = request.settings.train.fp8_bf16_layers if request.settings.train.precision == "fp8" else 0
+    bf16_layers = request.settings.train.fp8_bf16_layers if request.settings.train.in_fp8 else 0
     if layer_checkpointing.is_by_layer(request.settings.train.checkpointing) and not whole:
         if bf16_layers:  # the groups' layers are not all of one kind
             return record(request, gpu, layers, accumulating, evaluating)
@@ -212,6 +212,7 @@ def recorded(
         if number_format(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
+        stack.enter_context(cuda_scratch.no_launches())
         if training:
             run.train()
         eval_tape = run.evaluate() if evaluating else Tape()
@@ -228,15 +229,15 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     if settings.lora.quantize:
         on_dequantize = functools.partial(_count_dequantisation, recorder, keeps_mxfp4(settings))
         quantized_weights.quantize(model, settings, on_dequantize, number_format(settings).compute_dtype)
-    fused_lora = settings.model.kernels in model_kernels.OF_TIGON and request.adapters_fused
+    fused_lora = settings.model.patched and request.adapters_fused
     if not request.adapters_fused:
         _patch(model, request, layers, recorder, lora=False)
-    if settings.lora.rank is not None:
+    if settings.lora.used:
         lora_adapters.add_lora(model, settings, fused=fused_lora)
     if request.adapters_fused:
         _patch(model, request, layers, recorder, lora=fused_lora)
     state_layers.trace_libraries(model, recorder)
-    if settings.train.precision == "fp8":
+    if settings.train.in_fp8:
         patch_fp8(model, scaling=settings.train.fp8_scaling, bf16_layers=settings.train.fp8_bf16_layers)
     for technique in TECHNIQUES.values():
         technique.trace(model, settings, functools.partial(_few_tiles, recorder))
@@ -503,7 +504,7 @@ class _Run:
     def _watch(self) -> list[Any]:
         """Hooks that mark where each layer, and the head, begins in both directions."""
         recorder, handles = self.recorder, []
-        checkpointed = self.request.settings.train.checkpointing != "none"
+        checkpointed = self.request.settings.train.recomputes
         stack = decoder_layers(self.model)
         for number, layer in enumerate(stack):
             inputs = functools.partial(self._enter_layer, number, checkpointed and _is_checkpointed(layer))

@@ -47,8 +47,8 @@ def make(
     """
     train = recipe.train
     assert train.steps is not None, "a sweep counts steps"
-    count = train.steps * train.batch_size * train.gradient_accumulation * processes
-    takes_flat = recipe.model.attention.startswith("flash")
+    count = train.steps * train.samples_per_step * processes
+    takes_flat = recipe.model.flash_attention
     if how == "random":
         drawn = _random(count, recipe.data.sequence_length, config.get_text_config().vocab_size)
         packed = replace(recipe.data, packing=True)

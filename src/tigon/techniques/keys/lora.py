@@ -86,3 +86,8 @@ class LoraConfig(Section):
     base_offload: bool = key(False)
     """Keep the frozen weights of the decoder layers in pinned host memory, and copy each layer to the GPU before it
     computes. Two layers are on the GPU at a time."""
+
+    @property
+    def used(self) -> bool:
+        """Whether the run trains adapters instead of all weights."""
+        return self.rank is not None

@@ -7,6 +7,8 @@ from pydantic.dataclasses import dataclass
 from tigon.techniques.keys.section import CONFIG, Section, key
 
 KERNELS = ("none", "no-flce", "tigon", "liger")
+OF_TIGON = frozenset({"tigon", "no-flce"})
+"""Values of `model.kernels` that patch the model with tigon's ops."""
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -19,3 +21,12 @@ class ModelKeys(Section):
     attention_sinks: bool = key(True, traced=True)
     """Compute attention with sinks, such as GPT-OSS's, without a matrix of scores, in models that have them and run
     `model.attention: eager`."""
+
+    @property
+    def patched(self) -> bool:
+        """Whether tigon's ops replace the model's own."""
+        return self.kernels in OF_TIGON
+
+    @property
+    def flash_attention(self) -> bool:
+        return self.attention.startswith("flash")

@@ -65,7 +65,7 @@ class Settings:
             precision: The precision of this run; None: that of the recipe, or amp-bf16 for `auto`.
         """
         train = self.train
-        checkpointing = "none" if train.checkpointing == AUTO else train.checkpointing
+        checkpointing = "none" if train.auto_checkpointing else train.checkpointing
         chosen = precision or (AUTO_PRECISION if train.precision == AUTO else train.precision)
         return replace(self, train=replace(train, checkpointing=checkpointing, precision=chosen))
 

@@ -6,8 +6,8 @@ from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, Section, key
 
-ULYSSES, RING = "ulysses", "ring"
-METHODS = (ULYSSES, RING)
+AUTO_METHOD, ULYSSES, RING = "auto", "ulysses", "ring"
+METHODS = (AUTO_METHOD, ULYSSES, RING)
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -18,9 +18,9 @@ class ShardingConfig(Section):
     """Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU."""
     sequence: int = key(1, minimum=1, maximum=64, traced=True)
     """Processes that share the tokens of each row; must divide `gpus` and, with Ulysses, the model's key heads."""
-    sequence_method: str = key(ULYSSES, choices=METHODS, traced=True)
+    sequence_method: str = key(AUTO_METHOD, choices=METHODS, traced=True)
     """How attention sees whole rows: `ulysses` exchanges tokens for heads; `ring` passes keys and values on from
-    process to process."""
+    process to process; `auto` is `ulysses` if `sequence` divides the model's heads and key heads, else `ring`."""
     tensor: int = key(1, minimum=1, maximum=64)
     """FSDP2: consecutive processes that divide each matrix of the layers, and the head by vocabulary (tensor
     parallelism); must divide `gpus` and the model's key heads."""
@@ -57,3 +57,13 @@ class ShardingConfig(Section):
     def divides_weights(self) -> bool:
         """Whether a process holds only a part of the weights between steps."""
         return self.zero == 3 or self.fsdp
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states are kept on the host or in files."""
+        return self.offload != "none"
+
+    @property
+    def processes_per_sample(self) -> int:
+        """Processes that train on the same samples: they share their tokens, or divide the layers' matrices."""
+        return self.sequence * self.tensor

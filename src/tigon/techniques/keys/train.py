@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic.dataclasses import dataclass
 
 from tigon.techniques.keys.section import CONFIG, MAX_COUNT, Section, key
-from tigon.techniques.optimizers.table import OPTIMIZERS
+from tigon.techniques.optimizers.table import OPTIMIZERS, Optimizer
 
 AUTO = "auto"
 STATES = ("full", "mlp", "elementwise", "none")
@@ -70,3 +70,23 @@ class TrainKeys(Section):
     """Launch each decoder layer as a CUDA graph. Needs one GPU, and `train.checkpointing` `full` or `none`. `null`:
     only with `train.checkpointing: auto`, if all batches have one shape and the planner finds it faster. If a layer
     cannot be captured, the run goes on without graphs, and a warning says why."""
+
+    @property
+    def optimizer_row(self) -> Optimizer:
+        """What the table says about the optimizer."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the decoder layers' matmuls are in FP8."""
+        return self.precision == "fp8"
+
+    @property
+    def auto_checkpointing(self) -> bool:
+        """Whether the planner has yet to choose `checkpointing`."""
+        return self.checkpointing == AUTO
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes layers, or parts of them, again."""
+        return self.checkpointing != "none"

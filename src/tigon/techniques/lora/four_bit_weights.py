@@ -108,5 +108,5 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         weight: Any = module.original if experts else module._parameters.get("weight")
         holders: tuple[Any, ...] = (module[0],) if experts else (weight, module)
         state = next(filter(None, (getattr(holder, "quant_state", None) for holder in holders)), None)
-        if state is not None:
+        if state is not None and weight is not None:  # the step of a parametrization has a state alone
             yield path, weight, state

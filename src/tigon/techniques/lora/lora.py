@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tigon._quiet import quiet_peft
 from tigon.errors import RecipeError
-from tigon.techniques import model_kernels
 from tigon.techniques.condition import Condition, Exclusion, Switch
 from tigon.techniques.keys.lora import DIFFERENCE_INITS, EXPERTS, LOFTQ, SUBSPACE_INITS
+from tigon.techniques.keys.model import OF_TIGON
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora import adapter_targets
 from tigon.techniques.lora.four_bit_weights import let_fsdp_divide, shown_as_plain
@@ -29,15 +31,29 @@ DEFAULT_RANK = 16
 def frozen_dtype(settings: Settings) -> torch.dtype:
     """Returns the dtype in which a run loads and keeps weights, apart from those it trains with adapters.
 
-    Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. Engines
-    that shard weights choose the dtype themselves: DeepSpeed casts all weights to 16 bits, and Accelerate casts all
-    weights to fp32 for FSDP2 under autocast, unless some are in 4 bits.
+    Without adapters all weights are trained. Frozen weights need no fp32: they keep the dtype of the matmuls. DeepSpeed
+    casts all weights to 16 bits. Under autocast, Accelerate before 1.13 casts all weights of FSDP2 to fp32, unless some
+    are in 4 bits; later versions cast only trained ones.
     """
-    formats = number_format(settings)
-    engine_chooses = settings.sharding.divides_states and not (settings.sharding.fsdp and settings.lora.quantize)
-    if settings.lora.rank is None or settings.lora.base == "fp32" or engine_chooses:
+    formats, fsdp = number_format(settings), settings.sharding.fsdp
+    keeps = fsdp and (settings.lora.quantize or fsdp_keeps_frozen_dtype())
+    engine_chooses = settings.sharding.divides_states and not keeps
+    if not settings.lora.used or settings.lora.base == "fp32" or engine_chooses:
         return formats.weights
     return formats.compute_dtype
+
+
+@functools.cache
+def fsdp_keeps_frozen_dtype() -> bool:
+    """Returns whether Accelerate divides frozen weights in the dtype that they were loaded in.
+
+    A machine that plans without Accelerate plans for a version that does.
+    """
+    try:
+        major, minor = map(int, version("accelerate").split(".")[:2])
+    except PackageNotFoundError:
+        return True
+    return (major, minor) >= (1, 13)
 
 
 def adapter_dtype(settings: Settings) -> torch.dtype:
@@ -124,7 +140,7 @@ def is_saved_as_difference(settings: Settings) -> bool:
     It is then saved as the difference from its initial value. The initialisation has subtracted that value from the
     frozen weight, or the value makes up for the rounding of the weight to 4 bits.
     """
-    return settings.lora.rank is not None and settings.lora.init.startswith(DIFFERENCE_INITS)
+    return settings.lora.used and settings.lora.init.startswith(DIFFERENCE_INITS)
 
 
 def set_trained_dtypes(model: PreTrainedModel, settings: Settings) -> None:
@@ -133,7 +149,7 @@ def set_trained_dtypes(model: PreTrainedModel, settings: Settings) -> None:
     PEFT chooses those of the adapters only. Whole modules, biases and an objective's own modules begin in the dtype of
     the frozen weights, in which most updates would be rounded away. A module that transformers keeps in fp32 stays so.
     """
-    if settings.lora.rank is None:
+    if not settings.lora.used:
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_floating_point():
@@ -212,7 +228,7 @@ def _keep_from_cpu_packing(model: PreTrainedModel) -> None:
 
 
 def _rank_label(settings: Settings) -> str:
-    if settings.lora.rank is None:
+    if not settings.lora.used:
         return ""
     kind = "QLoRA" if settings.lora.quantize else "DoRA" if settings.lora.dora else "LoRA"
     return f"{kind} {settings.lora.rank}"
@@ -229,7 +245,7 @@ _BF16_ADAPTERS = Condition("lora.adapter_dtype", "is", "bf16")
 _MXFP4 = Condition("lora.quantize_to", "is", "mxfp4")
 
 
-_NOT_TIGON = Condition("model.kernels", "is not one of", tuple(sorted(model_kernels.OF_TIGON)))
+_NOT_TIGON = Condition("model.kernels", "is not one of", tuple(sorted(OF_TIGON)))
 _PARAM_WRAPPER = "peft 0.21 tuners/lora/layer.py: ParamWrapper"
 _CONVERSION = "peft 0.21 tuners/lora/model.py: subtract_mutated_init"
 _EXCLUSIONS = (
@@ -434,7 +450,7 @@ DECLARATION = Declaration(
                 "lora.quantize",
             ),
             "lora.rank",
-            lambda settings: settings.lora.rank is not None,
+            lambda settings: settings.lora.used,
             f"lora.rank: {DEFAULT_RANK}",
         ),
         Switch(("lora.quantize_to",), "lora.quantize", _QUANTIZE.holds, "lora.quantize: true"),

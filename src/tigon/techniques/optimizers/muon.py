@@ -64,10 +64,15 @@ def matrix_names(model: nn.Module) -> set[str]:
 
 def check_model(model: nn.Module) -> None:
     """Raise RecipeError if Muon would update no weight of the model."""
-    if not matrix_names(model):
+    check_count(len(matrix_names(model)), type(model).__name__)
+
+
+def check_count(matrices: int, model: str) -> None:
+    """Raise RecipeError if Muon would update none of `model`'s weights. matrices: how many it would update."""
+    if not matrices:
         raise RecipeError(
-            f"train.optimizer: muon updates linear layers inside the decoder layers, and {type(model).__name__} has "
-            "none; use train.optimizer: adamw"
+            f"train.optimizer: muon updates linear layers inside the decoder layers, and {model} has none; use "
+            "train.optimizer: adamw"
         )
 
 

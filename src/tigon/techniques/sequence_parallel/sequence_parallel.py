@@ -28,10 +28,11 @@ from torch.nn import functional as F
 
 from tigon.errors import RecipeError
 from tigon.techniques.condition import Condition, Exclusion
-from tigon.techniques.head_groups import Attend, check_has_attention, check_text_alone, key_heads, replace_sdpa
+from tigon.techniques.head_groups import Attend, check_has_attention, check_text_alone, replace_sdpa
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
+from tigon.techniques.sequence_parallel.method import METHOD, divisible_heads, resolved
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 SHARD = "sequence_shard"
 """The keyword that carries the `Shard` from the model's call to its attention, also when layers are computed again."""
 IGNORE_INDEX = -100
-KEY, METHOD = "sharding.sequence", "sharding.sequence_method"
+KEY = "sharding.sequence"
 _RING_OF_DOCUMENTS = (
     f"{METHOD}: ring has no mask that separates packed documents; set data.cross_document_attention: true or "
     f"data.packing: false, or {METHOD}: ulysses"
@@ -322,8 +323,8 @@ def check(config: PreTrainedConfig, settings: Settings) -> None:
         )
     check_text_alone(config, KEY)
     check_has_attention(config, KEY)
-    n_heads, n_key_heads = int(config.num_attention_heads), key_heads(config)
-    if settings.sharding.sequence_method == RING:
+    n_heads, n_key_heads = divisible_heads(config)
+    if resolved(settings, config).sharding.sequence_method == RING:
         ring_attention.check()
         if dropout := getattr(config, "attention_dropout", 0):
             raise RecipeError(
@@ -358,7 +359,7 @@ def _share(model: PreTrainedModel, settings: Settings, run_info: RunInfo) -> Any
     mesh = dist.device_mesh.init_device_mesh(
         run_info.device, (run_info.processes // size, size), mesh_dim_names=("data", "sequence")
     )
-    share_rows(model, mesh.get_group("sequence"), settings.sharding.sequence_method)
+    share_rows(model, mesh.get_group("sequence"), resolved(settings, model.config).sharding.sequence_method)
     return model
 
 
@@ -372,7 +373,10 @@ def _not_with(condition: Condition, reason: str, instead: str, source: str) -> E
 _UNTRIED = "tigon.techniques.sequence_parallel: not tried"
 
 DECLARATION = Declaration(
-    labels={KEY: "rows shared by {}", METHOD: "ring attention"},
+    labels={
+        KEY: "rows shared by {}",
+        METHOD: lambda settings: "ring attention" if settings.sharding.sequence_method == RING else "",
+    },
     techniques=(
         Technique(
             name="sequence-parallel",

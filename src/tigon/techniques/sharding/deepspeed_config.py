@@ -86,8 +86,8 @@ def gathers_layers(settings: Settings, run_info: RunInfo) -> bool:
         settings.sharding.zero == 3
         and run_info.processes > 1
         and run_info.runs_layers_once
-        and settings.sharding.offload == "none"
-        and settings.lora.rank is None
+        and not settings.sharding.offloads
+        and not settings.lora.used
         and not zero_plus_plus(settings)
         and 0 < run_info.largest_layer() <= LARGEST_LAYER
     )
@@ -138,7 +138,7 @@ def zero_plus_plus(settings: Settings) -> dict[str, Any]:
 
 
 def _offloads(settings: Settings, run_info: RunInfo) -> dict[str, Any]:
-    if settings.sharding.offload == "none":
+    if not settings.sharding.offloads:
         return {}
     place: dict[str, Any] = {"device": settings.sharding.offload, "pin_memory": run_info.device == "cuda"}
     optimizer, weights = dict(place), dict(place)

@@ -39,7 +39,7 @@ def are_drawn_in_place(settings: Settings) -> bool:
     Otherwise they are written to files first: to be quantised while they are read, or to be read a second time when
     adapters are merged.
     """
-    return not settings.lora.quantize and not (settings.sharding.divides_weights and settings.lora.rank is not None)
+    return not settings.lora.quantize and not (settings.sharding.divides_weights and settings.lora.used)
 
 
 def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
@@ -60,7 +60,7 @@ def are_read_in_parts(settings: Settings, *, reads_whole_weights: bool) -> bool:
     """
     return (
         settings.sharding.zero == 3
-        and settings.lora.rank is None
+        and not settings.lora.used
         and not settings.lora.quantize
         and not reads_whole_weights
     )

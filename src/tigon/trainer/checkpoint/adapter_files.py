@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from tigon._quiet import quiet_peft
-from tigon.errors import RunFolderError, UsageError
+from tigon.errors import RunFolderError, UsageError, one_line
 from tigon.models.kv_cache import cache_as_in
 from tigon.models.loading.classifier import PEFT_TASKS, SEQUENCE, as_classifier, beside_adapters, labels_of
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.reward_model import with_score
-from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, one_line, read_headers, read_json
+from tigon.models.loading.weight_files import AGAIN, DTYPES, Header, listed, read_headers, read_json
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import is_saved_as_difference

@@ -61,7 +61,7 @@ class FinalModel:
             trainer: Its trainer.
             merges: Whether to merge adapters even if `output.merge` is not set.
         """
-        if self.settings.lora.rank is None:
+        if not self.settings.lora.used:
             self._save_whole(built, trainer)
             return
         adapters = self.run / adapter_files.ADAPTERS
@@ -109,7 +109,7 @@ class FinalModel:
 
     def _base_checkpoint(self) -> ModelConfig:
         """The `model` section of the base checkpoint: the run's `base/` for adapters on a preset, else the recipe's."""
-        if self.settings.lora.rank is None or not models.is_preset(self.model.name):
+        if not self.settings.lora.used or not models.is_preset(self.model.name):
             return self.model
         return ModelConfig(name=str(self.run / "base"), attention=self.model.attention)
 

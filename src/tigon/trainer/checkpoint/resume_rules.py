@@ -15,7 +15,6 @@ from typing import Any
 
 from tigon.errors import RunFolderError
 from tigon.recipe.keys import Recipe
-from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
 
@@ -33,12 +32,12 @@ def processes_now(recipe: Recipe) -> int:
 
 def data_parallel_size(recipe: Recipe, processes: int) -> int:
     """The number of processes, or of groups that share rows or divide matrices, that read different samples."""
-    return max(1, processes // (recipe.sharding.sequence * recipe.sharding.tensor))
+    return max(1, processes // (recipe.sharding.processes_per_sample))
 
 
 def samples_per_step(recipe: Recipe, processes: int) -> int:
     """The samples of one optimizer step of all processes."""
-    return recipe.train.batch_size * recipe.train.gradient_accumulation * data_parallel_size(recipe, processes)
+    return recipe.train.samples_per_step * data_parallel_size(recipe, processes)
 
 
 def processes_before(checkpoints: Path, before: Recipe) -> int:
@@ -54,7 +53,7 @@ def samples_before(checkpoints: Path, before: Recipe) -> int:
 
 def writes_distributed(recipe: Recipe) -> bool:
     """Whether the run writes its checkpoints in PyTorch's distributed format."""
-    return OPTIMIZERS[recipe.train.optimizer].has_plain_states and (recipe.sharding.fsdp or recipe.train.save_async)
+    return recipe.train.optimizer_row.has_plain_states and (recipe.sharding.fsdp or recipe.train.save_async)
 
 
 def batch_overrides(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ def batch_overrides(checkpoints: Path, before: Recipe, now: Recipe) -> tuple[str
         return ()  # the check of the run folder refuses it
     parts = data_parallel_size(now, processes)
     if total % parts:
-        group = now.sharding.sequence * now.sharding.tensor
+        group = now.sharding.processes_per_sample
         least = 2 if now.sharding.tensor > 1 else 1  # FSDP2 needs two groups that divide matrices
         counts = ", ".join(str(n * group) for n in range(least, 64 // group + 1) if total % n == 0)
         raise RunFolderError(
@@ -103,7 +102,7 @@ def engine_problem(checkpoints: Path, before: Recipe, now: Recipe) -> str | None
             f"{had}, and DeepSpeed reads only its own checkpoints, of the same stage and processes; resume "
             f"with those settings, or write the weights with {export} and start a new run from them"
         )
-    if (old_sharding.fsdp or now.sharding.fsdp) and not OPTIMIZERS[now.train.optimizer].has_plain_states:
+    if (old_sharding.fsdp or now.sharding.fsdp) and not now.train.optimizer_row.has_plain_states:
         return (
             f"{had}, and the states of train.optimizer: {now.train.optimizer} are sharded for those settings; "
             "resume with them, or start a new run without --resume and with another output.name"

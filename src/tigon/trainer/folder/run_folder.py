@@ -36,7 +36,7 @@ from tigon._files import open_regular, read_text
 from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
-from tigon.techniques.keys.train import AUTO
+from tigon.techniques.keys.sharding import AUTO_METHOD
 from tigon.trainer.checkpoint import checkpoint, resume_rules
 from tigon.trainer.folder import folder_lock
 
@@ -364,9 +364,11 @@ def newest(output: OutputConfig) -> Path | None:
 def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
     if now.data.packing is None:  # the run's recipe has the choice that null stood for
         now = replace(now, data=replace(now.data, packing=before.data.packing))
+    if now.sharding.sequence_method == AUTO_METHOD:
+        now = replace(now, sharding=replace(now.sharding, sequence_method=before.sharding.sequence_method))
     if now.train.cuda_graphs is None:
         now = replace(now, train=replace(now.train, cuda_graphs=before.train.cuda_graphs))
-    if now.train.checkpointing == AUTO:
+    if now.train.auto_checkpointing:
         # The run's recipe has the choice that `auto` stood for.
         was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
         samples = [resume_rules.samples_per_step(each, 1) for each in (before, now)]

@@ -4,6 +4,7 @@ preflight.py           a run that cannot start or end: a missing package, no suc
                        use, too many tokens for the model, too little memory or disk space. It refuses the run.
 adapter_checks.py      adapters that do not fit the run's model. It refuses the run.
 auto_checkpointing.py  replaces `train.checkpointing: auto` by the planner's choice for this machine.
+auto_sequence.py       replaces `sharding.sequence_method: auto` by Ulysses or a ring, by the model's heads.
 auto_packing.py        replaces `data.packing: null` by true or false: few rows would become too few samples.
 document_mixing.py     a model that mixes the documents of a packed sample. It refuses the run before its first step.
 recipe_warnings.py     allowed settings without an effect, such as a warm-up longer than the run. It warns.

@@ -38,7 +38,7 @@ def check(objective: Objective, config: PreTrainedConfig, settings: Settings) ->
     Raises:
         RecipeError: The message names the recipe key.
     """
-    if settings.lora.rank is None:
+    if not settings.lora.used:
         return ()
     if settings.lora.init == LOFTQ and getattr(config, "quantization_config", None):
         raise RecipeError(
@@ -88,7 +88,7 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
             f"model.name: {name} stores its weights in 8 bits, and FSDP2 divides no integers; set sharding.fsdp: "
             "false, or name the checkpoint in 4 or 16 bits"
         )
-    if method == BITSANDBYTES and settings.lora.rank is None:
+    if method == BITSANDBYTES and not settings.lora.used:
         raise RecipeError(
             f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "
             f"{lora.DEFAULT_RANK}, or name the checkpoint in 16 bits"

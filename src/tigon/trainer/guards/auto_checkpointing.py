@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,6 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import Beside, choose
 from tigon.profiler.recording.device_memory import host_free_bytes
 from tigon.recipe.keys import Recipe
-from tigon.techniques.keys.train import AUTO
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
@@ -33,10 +33,10 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
     `train.batch_size` into micro-batches, with accumulation fusion where it pays. If the model cannot be predicted,
     nothing is recomputed.
     """
-    if recipe.train.checkpointing != AUTO:
+    if not recipe.train.auto_checkpointing:
         return recipe
     if device.type != "cuda":
-        return _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)
+        return _with(recipe, checkpointing="none")
     if launch.rank() > 0:
         return launch.broadcast(recipe)
     try:
@@ -47,7 +47,7 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
         request = prediction.request_of(recipe, config, settings, evaluated=evaluated)
         chosen, line = chosen_for(recipe, request, prediction.gpu_here(device, settings))
     except TigonError as error:  # the checks that follow refuse the recipe, or the planner cannot trace the model
-        chosen = _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)
+        chosen = _with(recipe, checkpointing="none")
         line = f"nothing is recomputed, because the planner has no prediction: {error}"
     print(f"auto     {line}", flush=True)
     return launch.broadcast(chosen)
@@ -69,13 +69,19 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
     beside = Beside(host=True, host_bytes=host_free_bytes(), fusion=auto_divides_batch(recipe), graphs=alike)
     option = choose(request, gpu, _splits(recipe, request), beside=beside).option
     settings, estimate = option.request.settings, option.estimate
-    chosen = _with(recipe, settings.train.checkpointing, option.request.batch, settings.train.gradient_accumulation)
     fused, graphs = settings.train.gradient_accumulation_fusion, settings.train.cuda_graphs
-    chosen = replace(chosen, train=replace(chosen.train, gradient_accumulation_fusion=fused, cuda_graphs=graphs))
+    chosen = _with(
+        recipe,
+        checkpointing=settings.train.checkpointing,
+        batch_size=option.request.batch,
+        gradient_accumulation=option.request.micro_batches,
+        gradient_accumulation_fusion=fused,
+        cuda_graphs=graphs,
+    )
     words = f"train.checkpointing={settings.train.checkpointing}"
     if option.request.batch != recipe.train.batch_size:
         words += f", train.batch_size={option.request.batch}"
-        words += f", train.gradient_accumulation={settings.train.gradient_accumulation}"
+        words += f", train.gradient_accumulation={option.request.micro_batches}"
     if fused and not recipe.train.gradient_accumulation_fusion:
         words += ", train.gradient_accumulation_fusion=true"
     if graphs and not recipe.train.cuda_graphs:
@@ -86,7 +92,7 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
 
 def _splits(recipe: Recipe, request: Request) -> Sequence[tuple[int, int]]:
     """The micro-batches to choose from."""
-    one = [(request.batch, request.settings.train.gradient_accumulation)]
+    one = [(request.batch, request.micro_batches)]
     if not auto_divides_batch(recipe):
         return one
     samples, refused = request.batch, request.objective.batch_refusal
@@ -94,6 +100,5 @@ def _splits(recipe: Recipe, request: Request) -> Sequence[tuple[int, int]]:
     return [(size, samples // size) for size in sizes[:MAX_SPLITS]] or one
 
 
-def _with(recipe: Recipe, checkpointing: str, batch: int, accumulate: int) -> Recipe:
-    train = replace(recipe.train, checkpointing=checkpointing, batch_size=batch, gradient_accumulation=accumulate)
-    return replace(recipe, train=train)
+def _with(recipe: Recipe, **train: Any) -> Recipe:
+    return replace(recipe, train=replace(recipe.train, **train))

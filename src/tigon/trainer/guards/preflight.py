@@ -29,7 +29,6 @@ from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix, model_kernels
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import frozen_dtype, keeps_mxfp4
-from tigon.techniques.optimizers.table import OPTIMIZERS
 from tigon.techniques.precision import check_gpu
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch, launcher_variables
@@ -227,7 +226,7 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     optimizer = cost_of(settings)
     itemsize = frozen_dtype(settings).itemsize
     numel = sum(math.prod(shape) for shape in shapes.values())
-    if settings.lora.rank is not None:
+    if settings.lora.used:
         if keeps_mxfp4(settings):
             of_experts = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)
             return Sizes(of_experts // 2 + (numel - of_experts) * itemsize, 0, 0)
@@ -240,7 +239,7 @@ def sizes(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
         for name, s in shapes.items()
     ]
     states = optimizer.state_bytes(parameters)
-    return Sizes(numel * itemsize, 0 if OPTIMIZERS[settings.train.optimizer].in_backward else numel * itemsize, states)
+    return Sizes(numel * itemsize, 0 if settings.train.optimizer_row.in_backward else numel * itemsize, states)
 
 
 def check_memory(
@@ -274,10 +273,10 @@ def check_disk(recipe: Recipe, settings: Settings, shapes: Mapping[str, tuple[in
     model_sizes = sizes(settings, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
     train = recipe.train
-    if (train.save_steps is not None or train.load_best or recipe.eval.lm_eval) and settings.lora.rank is None:
+    if (train.save_steps is not None or train.load_best or recipe.eval.lm_eval) and not settings.lora.used:
         n_checkpoints = train.keep_checkpoints + 1 + train.load_best
         needed_bytes += n_checkpoints * (model_sizes.weights + model_sizes.states)
-    writes_weights = settings.lora.rank is None or recipe.output.merge or is_preset(recipe.model.name)
+    writes_weights = not settings.lora.used or recipe.output.merge or is_preset(recipe.model.name)
     if recipe.output.save_model and writes_weights:
         needed_bytes += model_sizes.weights
     fix = "set another output.folder, or lower train.keep_checkpoints"
@@ -287,7 +286,7 @@ def check_disk(recipe: Recipe, settings: Settings, shapes: Mapping[str, tuple[in
         same_disk = _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev
         output_bytes = needed_bytes if same_disk else 0
         needed_bytes = model_sizes.weights if settings.train.precision == "fp32" else model_sizes.weights // 2
-        if settings.lora.rank is None:  # adapters are too small to count
+        if not settings.lora.used:  # adapters are too small to count
             needed_bytes += model_sizes.weights + model_sizes.gradients + model_sizes.states
         local_share = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / settings.sharding.gpus
         what = "weights and states in files" + (", and for checkpoints and model" if output_bytes else "")

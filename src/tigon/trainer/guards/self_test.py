@@ -16,7 +16,6 @@ from tigon.models.spec import CONVOLUTION_FLAG, SINKS_FLAG
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
-from tigon.techniques import model_kernels
 from tigon.techniques.keys.settings import Settings
 
 # The flag of `tigon.patch` for each op that a patch uses.
@@ -38,7 +37,7 @@ def wrong_ops(recipe: Recipe, settings: Settings, device: torch.device) -> dict[
     Raises:
         KernelError: An op fails and the recipe sets `model.self_test: strict`.
     """
-    patched = settings.model.kernels in model_kernels.OF_TIGON
+    patched = settings.model.patched
     if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
     failures = {}

@@ -125,7 +125,7 @@ def compare(
     # Samples of unpacked rows differ in length. Every choice takes the same samples, so their mean compares fairly.
     samples = prepared.train.samples
     mean = sum(len(sample.tokens_T) for sample in samples) / len(samples)
-    n_tokens = round(train.batch_size * train.gradient_accumulation * mean)
+    n_tokens = round(train.samples_per_step * mean)
     measured = {choice: Repeat(choice, n_tokens) for choice in kernels}
     _release(device)
     for turn in range(TURNS):

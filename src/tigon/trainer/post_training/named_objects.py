@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tigon.errors import RecipeError
+from tigon.errors import RecipeError, one_line
 
 
 def load_object(key: str, name: str, *, form: str = "module:function", example: str) -> Callable[..., Any]:
@@ -39,11 +39,6 @@ def load_object(key: str, name: str, *, form: str = "module:function", example: 
         file = getattr(module, "__file__", None) or where
         raise RecipeError(f"{key}: {name}: {file} has no {form.partition(':')[2].lower()} {attribute}")
     return found
-
-
-def one_line(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def place_of(error: BaseException) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tigon.errors import RecipeError
+from tigon.errors import RecipeError, one_line
 from tigon.objectives.post_training.reward_entries import KEY, RewardEntry
-from tigon.trainer.post_training.named_objects import load_object, one_line, place_of
+from tigon.trainer.post_training.named_objects import load_object, place_of
 
 Function = Callable[..., list[float | None]]
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tigon.errors import RecipeError
-from tigon.trainer.post_training.named_objects import load_object, one_line
+from tigon.errors import RecipeError, one_line
+from tigon.trainer.post_training.named_objects import load_object
 
 
 def load_tools(names: Sequence[str]) -> list[Callable[..., Any]]:

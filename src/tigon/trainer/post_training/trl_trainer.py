@@ -154,7 +154,7 @@ def _other_models(spec: TrlTraining, setup: Setup, run: Path) -> dict[str, Any]:
     Adapters need no reference, because TRL can switch them off.
     """
     found = {}
-    if spec.takes_reference and setup.settings.lora.rank is None:
+    if spec.takes_reference and not setup.settings.lora.used:
         found["ref_model"] = _frozen(setup.with_model(setup.starting_model(run)), run)
     if spec.teacher is not None:
         teacher = spec.teacher(run)

@@ -88,13 +88,14 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     return verdict.refusal_line if verdict and verdict.refusals else None
 
 
-def copy(source: Path, folder: Path, *, merged: bool) -> None:
+def copy(source: Path, folder: Path, *, merged: bool, stored: str = "") -> None:
     """Copy a run's card beside weights that are written elsewhere. Another card is left out, and named on stderr.
 
     Args:
         source: The folder with the run's weights or adapters.
         folder: The folder of the new weights.
         merged: Whether the adapters in `source` were merged into them.
+        stored: In which format and files the new weights are, if not as the run's own; a section of the card.
     """
     card = _read(source / FILE)
     if card is None:
@@ -107,6 +108,8 @@ def copy(source: Path, folder: Path, *, merged: bool) -> None:
         kept = [section for section in sections if not section.startswith((_LOADING, _SERVING))]
         card.data["library_name"] = "transformers"
         card.text = "\n\n".join(["", head.replace(_ADAPTERS_FOR, _MERGED_INTO), loading, *kept, ""])
+    if stored:
+        card.text = f"{card.text.rstrip()}\n\n## Format\n\n{stored}\n"
     (folder / FILE).write_text(str(card), encoding="utf-8")
 
 
@@ -128,7 +131,7 @@ def _front_matter(recipe: Recipe, *, adapters: bool) -> str:
     data = ModelCardData(
         library_name="peft" if adapters else "transformers",
         pipeline_tag=_task(recipe),
-        tags=["tigon", *(["lora"] if recipe.lora.rank is not None else [])],
+        tags=["tigon", *(["lora"] if recipe.lora.used else [])],
         base_model=recipe.model.name if is_hub_id(recipe.model.name) else None,
     )
     return f"---\n{data.to_yaml()}\n---"

@@ -12,7 +12,6 @@ from tigon.report.table import Table
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.lora import lora
 from tigon.trainer import model
-from tigon.trainer.checkpoint import resume_rules
 from tigon.trainer.distributed import launch, torchrun
 from tigon.trainer.folder.run_folder import RunFolder
 from tigon.trainer.guards.prediction import comparison_line
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     """Print what the run trains, on which data, in how many steps, and its warnings."""
     recipe, data = prepared.recipe, prepared.data
-    samples_per_step = resume_rules.samples_per_step(recipe, prepared.settings.sharding.gpus)
+    samples_per_step = prepared.samples_per_step
     if prepared.rows is None:
         per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
         if not recipe.data.packs:
@@ -91,7 +90,7 @@ def _kept_line(prepared: Prepared) -> list[str]:
 def _adapters_line(prepared: Prepared) -> tuple[str, ...]:
     """The dtype of adapters over 4-bit weights, which TRL's trainers make bf16 in every script."""
     settings = prepared.settings
-    if prepared.objective.trl is None or settings.lora.rank is None or not settings.lora.quantize:
+    if prepared.objective.trl is None or not settings.lora.used or not settings.lora.quantize:
         return ()
     if lora.adapter_dtype(settings) == torch.bfloat16:
         return ("adapters bf16 over 4-bit weights, as in a script of TRL",)

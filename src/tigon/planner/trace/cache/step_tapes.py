@@ -50,9 +50,7 @@ def step_tapes(request: Request, gpu: Gpu, *, evaluating: bool) -> StepTapes:
     settings = settings.having({"train.gradient_accumulation_fusion": accumulation.fuses(settings)})
     key = TraceKey(dataclasses.replace(request, settings=settings))
     first = _cached_trace(key, gpu, evaluating=evaluating)
-    later = (
-        (_cached_trace(key, gpu, accumulating=True).tape,) if request.settings.train.gradient_accumulation > 1 else ()
-    )
+    later = (_cached_trace(key, gpu, accumulating=True).tape,) if request.micro_batches > 1 else ()
     return StepTapes((first.tape, *later), first.eval_tape if evaluating else None)
 
 
@@ -96,7 +94,7 @@ def _shared(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluat
     evaluation depends neither on gradients of an earlier micro-batch nor on checkpointing. Checkpointing by layer is an
     exception with adapters: it replaces the forward of modules, so adapters that share an input run one by one.
     """
-    kind, adapted = request.settings.train.checkpointing, request.settings.lora.rank is not None
+    kind, adapted = request.settings.train.checkpointing, request.settings.lora.used
     unchecked = kind if adapted and layer_checkpointing.is_by_layer(kind) else "none"
     step: Hashable = (TraceKey(request), gpu, layers, accumulating)
     evaluation: Hashable = (TraceKey(request, checkpointing=unchecked), gpu, layers)
