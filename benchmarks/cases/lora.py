@@ -118,6 +118,7 @@ def dense(config: Any, device: torch.device) -> Any:
             nn.init.ones_(parameter)
         else:
             nn.init.normal_(parameter, std=0.02)
+    model.tie_weights()  # which transformers leaves out with the initial weights
     return model
 
 

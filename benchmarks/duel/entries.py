@@ -37,7 +37,7 @@ class Entry:
     """hf, liger, unsloth or tigon."""
     where: str
     setting: str
-    """The library's own word for its activation checkpointing."""
+    """The library's own word for its activation checkpointing; `fp8` is tigon's `auto` with products in FP8."""
     xformers: bool = False
     memory: str | None = None
     """What tigon's plan may take; None: what the GPU has free."""
@@ -60,7 +60,11 @@ ENTRIES: Mapping[str, Entry] = {
     "tigon-offload-attention": Entry("tigon", LOOP, "offload-attention"),
     "tigon-auto9": Entry("tigon", LOOP, "auto", memory="9GiB"),
     "tigon-auto24": Entry("tigon", LOOP, "auto", memory="24GiB"),
+    # A little more than Unsloth takes without checkpointing, because a plan also leaves room for what is not PyTorch's.
+    "tigon-auto37": Entry("tigon", LOOP, "auto", memory="37GiB"),
+    "tigon-auto46": Entry("tigon", LOOP, "auto", memory="46.5GiB"),
     "tigon-auto": Entry("tigon", LOOP, "auto"),
+    "tigon-fp8": Entry("tigon", LOOP, "fp8"),
     "tigon-trl": Entry("tigon", TRAINER, "offload"),
     "tigon-trl-auto": Entry("tigon", TRAINER, "auto"),
     "unsloth-loop-in-24gb": Entry("unsloth", LOOP, "unsloth", limit_gib=CARD_GIB),
@@ -112,7 +116,8 @@ _LONG = ("unsloth-loop", "tigon-offload-attention", "tigon-offload", "tigon-auto
 _FULL = ("unsloth-loop", "tigon-offload", "tigon-auto", "hf", "liger")
 _BLOCKS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("qlora", SHORT, (*_FIRST, "unsloth-none", "unsloth-auto")),
-    ("lora", SHORT, _FIRST),
+    ("qlora", SHORT, ("tigon-auto37",)),
+    ("lora", SHORT, (*_FIRST, "tigon-auto46", "tigon-fp8")),
     ("qlora", LONG, _LONG),
     ("full", SHORT, (*_FULL, "tigon-auto24")),
     ("qlora", SHORT, ("tigon-trl", "hf-trl", "tigon-trl-auto", "tigon-full")),

@@ -106,6 +106,7 @@ MODELS = (
     Model("gemma-4-12b", "google/gemma-4-12B-it", ("lora", "qlora"), least_gb=8),
     Model("gemma-4-26b-a4b", "google/gemma-4-26B-A4B-it", ("lora", "qlora")),
     Model("gemma-4-31b", "google/gemma-4-31B-it", ("qlora",)),
+    Model("glm-4.5-air", "zai-org/GLM-4.5-Air", ("qlora",)),
     Model("glm-4.7-flash", "zai-org/GLM-4.7-Flash", ("lora", "qlora")),
 )
 _ADAPTERS = "2.0e-4"

@@ -6,6 +6,7 @@ Suffixes of names give shapes: S tokens sorted by expert, E experts, I input wid
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -80,6 +81,28 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         yield
 
 
+@contextlib.contextmanager
+def no_launches() -> Iterator[None]:
+    """Context in which every launch of a Triton kernel raises.
+
+    A fake tensor's address is 0. A kernel that a GPU runs with it reads there, and CUDA then fails for the whole
+    process. tigon's ops launch nothing in a trace; the code of other libraries may.
+    """
+    if not dispatch.HAS_TRITON:
+        yield
+        return
+    function = importlib.import_module("triton.runtime.jit").JITFunction
+
+    def refuse(kernel: Any, *_: object, **__: object) -> None:
+        raise RuntimeError(f"{kernel.fn.__module__}.{kernel.fn.__name__} is a Triton kernel, which needs data")
+
+    before, function.run = function.run, refuse
+    try:
+        yield
+    finally:
+        function.run = before
+
+
 # --- scratch memory inside operators ---------------------------------------------------------------------------------
 
 
@@ -98,7 +121,22 @@ def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
         "tigon::norm_bwd": norm_bwd,
         "tigon::norm_bwd_amax": norm_bwd,
         "aten::embedding_dense_backward": _embedding_backward,
+        "tigon::gated_delta_rule_fwd": lambda args: _delta_rule_states(args[1], args[2]),
+        "tigon::gated_delta_rule_bwd": _delta_rule_bwd,
     }
+
+
+def _delta_rule_states(k: Tensor, v: Tensor) -> int:
+    """kernels/gated_delta_rule.py: the state before each chunk, and u. Documents that end inside a chunk add some."""
+    (B, T, _, K), (G, V) = k.shape, v.shape[2:]
+    return int(B * -(-T // 64) * G * K * V * k.itemsize + v.numel() * v.itemsize)
+
+
+def _delta_rule_bwd(args: tuple[Any, ...]) -> int:
+    """Both again, their gradients, and the gradients of q and k for each head of v."""
+    k, v = args[3], args[4]
+    (B, T, H, K), G = k.shape, v.shape[2]
+    return 2 * _delta_rule_states(k, v) + (2 * B * T * G * K * k.itemsize if G > H else 0)
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> int:

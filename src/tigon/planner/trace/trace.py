@@ -212,6 +212,7 @@ def recorded(
         if number_format(settings).autocast is not None:
             stack.enter_context(cuda_autocast.cuda_autocast())
         stack.enter_context(_foreign_code(request.model))
+        stack.enter_context(cuda_scratch.no_launches())
         if training:
             run.train()
         eval_tape = run.evaluate() if evaluating else Tape()
