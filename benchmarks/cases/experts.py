@@ -7,6 +7,7 @@
 
 errors    tigon, transformers' grouped_mm and its eager loop against the fp64 formula, on a small layer in bf16.
 layers    their times and peaks in turns. The eager loop waits for the host to read which experts are chosen.
+kernels   the kernels of tigon's forward and backward, by name.
 router    Qwen3-MoE's router (a product, softmax, top-k, normalisation) and the load-balancing loss of 48 layers, by
           transformers' code and by tigon's ops, beside one layer of `tigon.experts`. `host_us` is the time in which
           Python has called everything.
@@ -26,13 +27,13 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from benchmarks.harness import Bench, Case, host_us, peaks_bytes, times_ms
+from benchmarks.harness import Bench, Case, host_us, kernels_of, peaks_bytes, times_ms
 from tigon.bench.numerical_errors import relative_error
 from tigon.integrations import experts as registered
 from tigon.ops import experts, load_balancing_loss, topk_softmax
 
 IMPLEMENTATIONS = ("tigon", "grouped_mm", "eager")
-PARTS = ("errors", "layers", "router")
+PARTS = ("errors", "layers", "kernels", "router")
 LAYERS = 48
 
 
@@ -48,7 +49,13 @@ class Shape:
 
 
 CHECK = Shape("check", 16, 4, 256, 192)
-SHAPES = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("mixtral-8x7b", 8, 2, 4096, 14336))
+SHAPES = (
+    Shape("sonicmoe", 64, 4, 2560, 1280),
+    Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
+    Shape("mixtral-8x7b", 8, 2, 4096, 14336),
+)
+"""The first is the shape whose time SonicMoE published for an H100: 8.446 ms for 16,384 tokens."""
+TOKENS = {"sonicmoe": (16384,)}
 TINY = (Shape("tiny", 4, 2, 32, 24),)
 
 
@@ -124,6 +131,14 @@ def measure_layer(names: list[str], shape: Shape, tokens: int, skewed: bool, dev
     }
 
 
+def measure_kernels(shape: Shape, tokens: int, device: torch.device) -> dict[str, Any]:
+    module, inputs, dy = drawn(shape, tokens, False, device)
+    for _ in range(2):
+        step(module, "tigon", inputs, dy)
+    found = kernels_of(lambda: step(module, "tigon", inputs, dy), device)
+    return {"shape": shape.name, "tokens": tokens, **found}
+
+
 def measure_router(shape: Shape, tokens: int, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     router = qwen3_moe.Qwen3MoeTopKRouter(config_of(shape)).to(device, torch.bfloat16)
@@ -164,21 +179,28 @@ def measure_router(shape: Shape, tokens: int, device: torch.device) -> dict[str,
 
 
 def measure(bench: Bench) -> None:
-    names = [*IMPLEMENTATIONS, *(["sonicmoe"] if bench.given.sonicmoe else [])]
+    names = [name for name in IMPLEMENTATIONS if name not in bench.given.without]
+    names += ["sonicmoe"] if bench.given.sonicmoe else []
     parts = bench.given.part or PARTS
     registered.register()
     if "errors" in parts:
         bench.add("errors", errors(names, bench.device))
-    for shape in TINY if bench.tiny else SHAPES:
-        for tokens in (64,) if bench.tiny else (4096, 32768):
+    shapes = TINY if bench.tiny else [one for one in SHAPES if one.name in (bench.given.shape or (one.name,))]
+    for shape in shapes:
+        for tokens in (64,) if bench.tiny else TOKENS.get(shape.name, (4096, 32768)):
             for skewed in (False, True) if "layers" in parts else ():
                 bench.add("layers", measure_layer(names, shape, tokens, skewed, bench.device))
+            if "kernels" in parts:
+                bench.add("kernels", measure_kernels(shape, tokens, bench.device))
             if "router" in parts:
                 bench.add("router", measure_router(shape, tokens, bench.device))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    shapes = [shape.name for shape in SHAPES]
+    parser.add_argument("--shape", action="append", choices=shapes, help="only this shape; may be repeated")
+    parser.add_argument("--without", action="append", default=[], choices=IMPLEMENTATIONS, help="may be repeated")
     parser.add_argument("--sonicmoe", action="store_true", help="measure transformers' implementation of SonicMoE too")
 
 

@@ -42,7 +42,7 @@ def qwen3_4b(bench: Bench) -> Any:
     """The model in bf16, without adapters."""
     shape = {**PRESETS["qwen3-8b"], **QWEN3_4B, "tie_word_embeddings": True}
     if bench.tiny:
-        shape |= {**SMALL, "num_key_value_heads": 2, "vocab_size": 128}
+        shape |= {**SMALL, "num_key_value_heads": 2, "vocab_size": 1024}
     config = transformers.CONFIG_MAPPING[shape.pop("model_type", "qwen3")](**shape)
     torch.manual_seed(0)
     with bench.device:
@@ -140,15 +140,21 @@ def measure_all(bench: Bench) -> None:
         written(bench, "generator, patched layers, fp32 adapters under autocast", count, by_generator)
     for weight in adapters:
         weight.data = weight.data.bfloat16()
-    undo.undo()
     config = transformers.GenerationConfig(max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, **SAMPLED)
     inner = model.get_base_model()
     ids = torch.tensor(asked, device=bench.device)
-    by_transformers = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_config": config}
+
+    def by_transformers(rows: int) -> Any:
+        few = ids[:rows]
+        return model.generate(input_ids=few, attention_mask=torch.ones_like(few), generation_config=config)
+
     model.generate(input_ids=ids[:2, :8], attention_mask=torch.ones_like(ids[:2, :8]), max_new_tokens=2)
-    single = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "generation_config": config}
-    written(bench, "transformers, 1 row", new_tokens, lambda: model.generate(**single), warm_ups=0)
-    written(bench, "transformers", count, lambda: model.generate(**by_transformers), warm_ups=0)
+    written(bench, "transformers, patched layers", count, lambda: by_transformers(len(asked)), warm_ups=0)
+    written(bench, "generator, patched layers, once more", count, by_generator)
+    undo.undo()
+    model.generate(input_ids=ids[:2, :8], attention_mask=torch.ones_like(ids[:2, :8]), max_new_tokens=2)
+    written(bench, "transformers", count, lambda: by_transformers(len(asked)), warm_ups=0)
+    written(bench, "transformers, 1 row", new_tokens, lambda: by_transformers(1), warm_ups=0)
     if bench.gpu:
         config.eos_token_id = -1
         share = transformers.ContinuousBatchingConfig(max_memory_percent=0.5)

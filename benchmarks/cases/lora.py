@@ -18,6 +18,7 @@ The runs, each with the planner's prediction for the versions that it knows:
 
     llama-3.1-8b          4 x 2048 tokens, all linear layers, bf16 weights, without and with activation checkpointing
     llama-3.1-8b-4-bit    the same with 4-bit weights; needs bitsandbytes
+    llama-3.1-8b-dora, llama-3.1-8b-dora-4-bit    the same with DoRA and full checkpointing
     qwen3-30b-a3b         1 x 4096 tokens, adapters on attention and then on the experts, full checkpointing. PEFT forms
                           the weights of all experts plus their adapters' products in each forward pass.
     gpt-oss-20b           1 x 2048 tokens, experts in MXFP4, adapters on the linear layers and then on the experts too.
@@ -117,6 +118,7 @@ def dense(config: Any, device: torch.device) -> Any:
             nn.init.ones_(parameter)
         else:
             nn.init.normal_(parameter, std=0.02)
+    model.tie_weights()  # which transformers leaves out with the initial weights
     return model
 
 
@@ -201,9 +203,13 @@ _LLAMA = Run(
     checkpointing=("none", "full"),
     tiny=TINY,
 )
+_DORA = dataclasses.replace(_LLAMA, checkpointing=("full",))
+_4_BIT = USUAL.having({"lora.quantize": True})
 RUNS = {
     "llama-3.1-8b": _LLAMA,
-    "llama-3.1-8b-4-bit": dataclasses.replace(_LLAMA, build=four_bit, settings=USUAL.having({"lora.quantize": True})),
+    "llama-3.1-8b-4-bit": dataclasses.replace(_LLAMA, build=four_bit, settings=_4_BIT),
+    "llama-3.1-8b-dora": dataclasses.replace(_DORA, settings=USUAL.having({"lora.dora": True})),
+    "llama-3.1-8b-dora-4-bit": dataclasses.replace(_DORA, build=four_bit, settings=_4_BIT.having({"lora.dora": True})),
     "qwen3-30b-a3b": Run(
         preset="qwen3-30b-a3b",
         build=grouped,

@@ -1,12 +1,16 @@
 """Measure a training loop of one's own under `tigon.plan` and `tigon.checkpoint`, beside the plan.
 
-    python -m benchmarks own-loop --json RECORD                    # on a GPU with 80 GB: about 2 minutes
+    python -m benchmarks own-loop --json RECORD                    # on a GPU with 80 GB: about 3 minutes
     python -m benchmarks own-loop --row 1b-64x1024-17gib           # one row
     python -m benchmarks own-loop --tiny                           # small models, also without a GPU
 
 A row is a model, the samples and tokens of a step, and the memory that the plan may take. Each row runs as the planner
-chooses, and without CUDA graphs. Rows with `lora` train adapters of rank 16 on 8 layers over frozen bf16 weights, rows
-with `qlora` over NF4. Weights and tokens are random, in bf16, with fused AdamW. The first two steps are not counted.
+chooses, and with and without CUDA graphs. Rows with `lora` train adapters of rank 16 on 8 layers over frozen bf16
+weights, rows with `qlora` over NF4. Weights and tokens are random, in bf16, with fused AdamW. The first two steps are
+not counted.
+
+The rows `liger-full-...` train the same model and tokens with Liger's kernels and transformers' checkpointing of every
+layer, in one batch. They come last, because Liger also changes functions of transformers' modules.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ class Row:
     memory: str
     adapters: str = ""
     """"", "lora" or "qlora"."""
+    liger: bool = False
+    """Whether Liger trains it, without a plan."""
 
 
 ROWS = {
@@ -54,6 +60,7 @@ ROWS = {
         for kind in ("lora", "qlora")
         for tokens in (512, 2048, 8192)
     },
+    "liger-full-1b-64x1024": Row("llama-3.2-1b", 64, 1024, "", liger=True),
 }
 
 
@@ -66,12 +73,16 @@ def model_of(row: Row, device: torch.device, *, tiny: bool) -> Any:
         peft = importlib.import_module("peft")
         adapters = peft.LoraConfig(r=16, target_modules=LINEAR)
         model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    tigon.patch(model)
+    if row.liger:
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        tigon.patch(model)
     return model.train()
 
 
-def steps(model: Any, plan: Any, ids: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """The time, peak and losses of the loop that the plan is for."""
+def steps(model: Any, batch: int, ids: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """The time, peak and losses of the loop. batch: samples of a micro-batch."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     times, losses = [], []
@@ -80,8 +91,8 @@ def steps(model: Any, plan: Any, ids: torch.Tensor, device: torch.device) -> dic
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         total = torch.zeros((), device=device)
-        for part in ids.split(plan.batch):
-            loss = model(input_ids=part, labels=part).loss / plan.accumulate
+        for part in ids.split(batch):
+            loss = model(input_ids=part, labels=part).loss * (batch / len(ids))
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -104,10 +115,19 @@ def measure(bench: Bench) -> None:
         model = model_of(row, bench.device, tiny=bench.tiny)
         seq = 32 if bench.tiny else row.seq
         ids = torch.randint(0, model.config.vocab_size, (row.batch, seq), device=bench.device)
-        for how in (None, False) if bench.gpu else (False,):  # a CPU has no CUDA graphs
+        if row.liger:
+            bench.add("loops", {"row": name, "checkpointing": "full", **steps(model, row.batch, ids, bench.device)})
+            del model
+            timing.release(bench.device)
+            continue
+        chosen = None
+        for how in (None, True, False) if bench.gpu else (False,):  # a CPU has no CUDA graphs
+            if how is not None and how == chosen:
+                continue
             plan = tigon.plan(model, batch=row.batch, seq=seq, optimizer="adamw", memory=row.memory, cuda_graphs=how)
+            chosen = plan.cuda_graphs if how is None else chosen
             applied = tigon.checkpoint(model, plan)
-            measured = steps(model, plan, ids, bench.device)
+            measured = steps(model, plan.batch, ids, bench.device)
             applied.undo()
             choice = {
                 "checkpointing": plan.checkpointing,
@@ -116,7 +136,7 @@ def measure(bench: Bench) -> None:
                 "fusion": plan.accumulation_fusion,
             }
             planned = {"ms": 1e3 * plan.step_s, "peak_bytes": plan.peak_allocated_bytes}
-            bench.add("loops", {"row": name, **choice, "planned": planned, **measured})
+            bench.add("loops", {"row": name, "asked_graphs": how, **choice, "planned": planned, **measured})
             timing.release(bench.device)
         del model, applied
         gc.collect()

@@ -4,15 +4,19 @@
     python -m benchmarks shared-prefix --tiny           # a small model, also without a GPU
 
 The model has the shape of Qwen3-4B, random bf16 weights and LoRA of rank 16 in fp32, tigon's layers and head, and
-activation checkpointing. A step is the forward passes, the loss, the backward pass and AdamW. Completions are random
-tokens, because generating them is another measurement. One more step of each row is profiled.
+activation checkpointing. A step is the forward passes, the loss, the backward pass and AdamW, of a batch that no step
+had before. Completions are random tokens, because generating them is another measurement. One more step of each row is
+profiled. `operators` is the shared row with PyTorch's operators in place of the kernel that joins both parts of the
+attention. `layout_ms` is the time in which the host finds the prefixes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +34,8 @@ from tigon.planner.gpus import GIB
 
 # Their types are incomplete, and mypy checks this file.
 peft, trl_utils = (importlib.import_module(name) for name in ("peft", "trl.trainer.utils"))
+attention = importlib.import_module("tigon.ops.shared_prefix_attention")
+"""The module; `tigon.ops` has a function of its name."""
 
 
 def log_probs(model: Any, batch: dict[str, Tensor]) -> Any:
@@ -103,7 +109,7 @@ def measured(bench: Bench, row: Row, model: Any, batch: dict[str, Tensor]) -> di
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
 
     def step(_number: int) -> Tensor:
-        loss = row.loss(model, batch)
+        loss = row.loss(model, {name: tensor.clone() for name, tensor in batch.items()})
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -137,7 +143,30 @@ def profiled(bench: Bench, step: Callable[[int], Tensor]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def joined_by_operators() -> Iterator[None]:
+    """Both parts of the attention are joined without the kernel."""
+    primitive = attention.join_attention
+    vars(attention)["join_attention"] = attention._join
+    try:
+        yield
+    finally:
+        vars(attention)["join_attention"] = primitive
+
+
+def layout_ms(batch: dict[str, Tensor]) -> float:
+    """The median of five batches with the same tokens."""
+    times = []
+    for _ in range(5):
+        ids, mask = (batch[name].cpu().clone() for name in ("input_ids", "attention_mask"))
+        begin = time.perf_counter()
+        layout_of(ids, mask)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return round(statistics.median(times), 2)
+
+
 def measure(bench: Bench) -> None:
+    bench.fields["threads"] = torch.get_num_threads()
     model, forward = patched(bench)
     sharing = SharedPrefix(forward.model)
     for row in TINY_ROWS if bench.tiny else ROWS:
@@ -148,9 +177,12 @@ def measure(bench: Bench) -> None:
         padded = measured(bench, row, model, batch)
         forward.shared = sharing
         shared = measured(bench, row, model, batch)
+        with joined_by_operators():
+            operators = measured(bench, row, model, batch)
+        rows = {"padded": padded, "shared": shared, "operators": operators, "layout_ms": layout_ms(batch)}
         sizes = {"prompts": row.prompts, "completions": row.completions, "prompt_tokens": row.prompt}
         answers = {"completion_tokens": [row.shortest, row.longest], "tokens": [layout.row.given, layout.tokens]}
-        bench.add("measurements", {"step": row.step, **sizes, **answers, "padded": padded, "shared": shared})
+        bench.add("measurements", {"step": row.step, **sizes, **answers, **rows})
 
 
 CASE = Case(measure=measure, packages=("trl", "peft"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LOOP, TRAINER = "loop", "TRL's SFTTrainer"
+CARD_GIB = 23.5
+"""What an RTX 4090 has, whose box says 24 GB."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,12 @@ class Entry:
     """hf, liger, unsloth or tigon."""
     where: str
     setting: str
-    """The library's own word for its activation checkpointing."""
+    """The library's own word for its activation checkpointing; `fp8` is tigon's `auto` with products in FP8."""
     xformers: bool = False
     memory: str | None = None
     """What tigon's plan may take; None: what the GPU has free."""
+    limit_gib: float | None = None
+    """Memory of the process, as on a card of this size; None: the whole GPU."""
 
 
 ENTRIES: Mapping[str, Entry] = {
@@ -54,10 +58,17 @@ ENTRIES: Mapping[str, Entry] = {
     "tigon-full": Entry("tigon", LOOP, "full"),
     "tigon-offload": Entry("tigon", LOOP, "offload"),
     "tigon-offload-attention": Entry("tigon", LOOP, "offload-attention"),
+    "tigon-auto9": Entry("tigon", LOOP, "auto", memory="9GiB"),
     "tigon-auto24": Entry("tigon", LOOP, "auto", memory="24GiB"),
+    # A little more than Unsloth takes without checkpointing, because a plan also leaves room for what is not PyTorch's.
+    "tigon-auto37": Entry("tigon", LOOP, "auto", memory="37GiB"),
+    "tigon-auto46": Entry("tigon", LOOP, "auto", memory="46.5GiB"),
     "tigon-auto": Entry("tigon", LOOP, "auto"),
+    "tigon-fp8": Entry("tigon", LOOP, "fp8"),
     "tigon-trl": Entry("tigon", TRAINER, "offload"),
     "tigon-trl-auto": Entry("tigon", TRAINER, "auto"),
+    "unsloth-loop-in-24gb": Entry("unsloth", LOOP, "unsloth", limit_gib=CARD_GIB),
+    "tigon-offload-in-24gb": Entry("tigon", LOOP, "offload", limit_gib=CARD_GIB),
 }
 
 
@@ -95,8 +106,9 @@ def row_of(text: str) -> Row:
     return Row(task, entry, batch, seq)
 
 
-SHORT, LONG = (4, 2048), (1, 16384)
-TINY_SIZES = {SHORT: (2, 64), LONG: (1, 128)}
+SHORT, LONG, LONGEST = (4, 2048), (1, 16384), (1, 78464)
+"""The last is nearly the 78,475 tokens that Unsloth publishes for 24 GB."""
+TINY_SIZES = {SHORT: (2, 64), LONG: (1, 128), LONGEST: (1, 256)}
 
 # First what the front page shows, then the trainers, then the rest.
 _FIRST = ("unsloth-loop", "unsloth", "tigon-offload", "tigon-auto24", "tigon-auto", "hf", "liger")
@@ -104,7 +116,8 @@ _LONG = ("unsloth-loop", "tigon-offload-attention", "tigon-offload", "tigon-auto
 _FULL = ("unsloth-loop", "tigon-offload", "tigon-auto", "hf", "liger")
 _BLOCKS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("qlora", SHORT, (*_FIRST, "unsloth-none", "unsloth-auto")),
-    ("lora", SHORT, _FIRST),
+    ("qlora", SHORT, ("tigon-auto37",)),
+    ("lora", SHORT, (*_FIRST, "tigon-auto46", "tigon-fp8")),
     ("qlora", LONG, _LONG),
     ("full", SHORT, (*_FULL, "tigon-auto24")),
     ("qlora", SHORT, ("tigon-trl", "hf-trl", "tigon-trl-auto", "tigon-full")),
@@ -116,6 +129,8 @@ _BLOCKS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("qlora", LONG, ("unsloth", "unsloth-loop-xformers", "tigon-full", "tigon-trl", "hf-trl")),
     ("lora", LONG, ("unsloth", "tigon-trl")),
     ("full", LONG, ("unsloth", "tigon-trl")),
+    ("qlora", SHORT, ("tigon-offload-attention", "tigon-auto9")),
+    ("qlora", LONGEST, ("unsloth-loop-in-24gb", "tigon-offload-in-24gb")),
 )
 ORDER: tuple[Row, ...] = tuple(Row(task, entry, *size) for task, size, entries in _BLOCKS for entry in entries)
 """Every row, the most important first."""

@@ -54,12 +54,18 @@ def _steps(
     model: Any, task: Task, entry: Entry, folder: Path, ids: torch.Tensor, *, autocast: bool, **for_trainer: Any
 ) -> Line:
     model.train()
+    limit: Line = {}
+    if entry.limit_gib is not None and DEVICE == "cuda":
+        limited = importlib.import_module("benchmarks.cases.long_rows").limit_allocator(
+            int(entry.limit_gib * steps.GIB)
+        )
+        limit = {"limit_gib": entry.limit_gib, "allocator_limit_gib": round(limited / steps.GIB, 2)}
     if entry.where == LOOP:
         line = steps.in_loop(model, ids, task.learning_rate, autocast)
     else:
         tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
         line = steps.in_trainer(model, tokenizer, ids, task.learning_rate, **for_trainer)
-    return {**line, "trained_dtypes": steps.dtypes(model)}
+    return {**line, **limit, "trained_dtypes": steps.dtypes(model)}
 
 
 def _loaded(task: Task, folder: Path) -> Any:
@@ -111,8 +117,11 @@ def _tigon(task: Task, entry: Entry, folder: Path, ids: torch.Tensor, checked: C
         model.enable_input_require_grads()
     report = tigon.patch(model)
     line: Line = {"patched": dict(report.counts)}
+    if entry.setting == "fp8":
+        few = model.config.num_hidden_layers < 3  # of the tiny model
+        line["in_fp8"] = dict(tigon.patch_fp8(model, bf16_layers=0 if few else 1).counts)
     choice: Any = entry.setting
-    if entry.setting == "auto":
+    if entry.setting in ("auto", "fp8"):
         batch, seq = ids.shape
         memory = entry.memory or (None if DEVICE == "cuda" else "80GiB")
         start_s = time.monotonic()

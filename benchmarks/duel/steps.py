@@ -15,6 +15,8 @@ from tigon.bench import timing
 
 WARM_UP_STEPS, TIMED_STEPS = 4, 7
 STEPS = WARM_UP_STEPS + TIMED_STEPS
+LONG_TOKENS, LONG_WARM_UP_STEPS, LONG_STEPS = 65536, 1, 3
+"""A longer sample takes fewer steps, because each takes about half a minute."""
 GIB = 1 << 30
 
 
@@ -26,9 +28,9 @@ def dtypes(model: Any) -> list[str]:
     return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained(model)})
 
 
-def new_clock(device: torch.device) -> timing.StepClock:
+def new_clock(device: torch.device, warm_ups: int = WARM_UP_STEPS) -> timing.StepClock:
     timing.release(device)
-    clock = timing.StepClock(device, WARM_UP_STEPS)
+    clock = timing.StepClock(device, warm_ups)
     clock.begin()
     return clock
 
@@ -59,8 +61,9 @@ def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool)
     ids = ids.to(device)
     optimizer = torch.optim.AdamW(trained(model), lr=learning_rate, weight_decay=0.0, fused=device.type == "cuda")
     losses = []
-    clock = new_clock(device)
-    for _ in range(STEPS):
+    warm_ups, steps = (LONG_WARM_UP_STEPS, LONG_STEPS) if ids.numel() > LONG_TOKENS else (WARM_UP_STEPS, STEPS)
+    clock = new_clock(device, warm_ups)
+    for _ in range(steps):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

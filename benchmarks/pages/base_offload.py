@@ -18,10 +18,14 @@ from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "techniques" / "lora.md"
-RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "lora" / "base-offload.json"
+RESULTS = ROOT / "benchmarks" / "results"
+RECORD = RESULTS / "nvidia-h200" / "lora" / "base-offload.json"
+EQUALITY = RESULTS / "nvidia-h100" / "lora" / "base-offload.json"
+"""The record that compares losses and gradients."""
 GIB = 1 << 30
 _TITLES = (
     "model, `train.checkpointing`",
+    "tokens, rank",
     "limit, GiB",
     "peak GiB: measured, planned",
     "ms per step: measured, planned",
@@ -31,9 +35,15 @@ _TITLES = (
 )
 
 
-def load() -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+def load(path: Path = RECORD) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
+
+
+def plan_of(measured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The plan of a measurement. Rows that were planned again have the newer plan."""
+    plan: Mapping[str, Any] = measured.get("replanned", measured["predicted"])
+    return plan
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -42,18 +52,19 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _row(line: Mapping[str, Any]) -> list[str]:
-    model, _, checkpointing = line["row"].rpartition("-")
     ours, resident = line["on_host"], line.get("resident")
-    plan = ours["predicted"]
+    plan = plan_of(ours)
+    model = f"{line['model']}, `{line['checkpointing']}`" + (", tiles" if line["tiled"] else "")
     peaks, times = _peaks(ours), f"{ours['ms']:,.0f}, {plan['ms']:,.0f}"
     without = f"{resident['peak_bytes'] / GIB:.2f}, {resident['ms']:,.0f}" if resident else "not measured"
     speed = f"{line['speed']:.2f}" if resident else "–"
     host = f"{line['layers_bytes'] / GIB:.2f}, {plan['host_bytes'] / GIB:.1f}"
-    return [f"{model}, `{checkpointing}`", f"{line['limit_bytes'] / GIB:.0f}", peaks, times, without, speed, host]
+    size = f"{line['seq']:,}, {line['rank']}"
+    return [model, size, f"{line['limit_bytes'] / GIB:.1f}", peaks, times, without, speed, host]
 
 
 def _peaks(measured: Mapping[str, Any]) -> str:
-    return ", ".join(f"{one['peak_bytes'] / GIB:.2f}" for one in (measured, measured["predicted"]))
+    return ", ".join(f"{one['peak_bytes'] / GIB:.2f}" for one in (measured, plan_of(measured)))
 
 
 def written(text: str) -> str:

@@ -40,12 +40,15 @@ def lines(record: Record, task: str, size: str) -> list[Line]:
 def fastest(
     found: Sequence[Line], library: str, settings: Sequence[str] = (), within_gib: float | None = None
 ) -> Line | None:
-    """The fastest row of a library: with one of these settings, and with no larger peak, where given."""
+    """The fastest row of a library: with one of these settings, and with no larger peak, where given.
+
+    Rows in FP8 compute in fewer bits than the others, so they count only if the settings name them.
+    """
     rows = [
         one
         for one in found
         if ENTRIES[one["entry"]].library == library
-        and (not settings or ENTRIES[one["entry"]].setting in settings)
+        and (ENTRIES[one["entry"]].setting in settings if settings else ENTRIES[one["entry"]].setting != "fp8")
         and (within_gib is None or one["peak_gib"] <= within_gib)
     ]
     return max(rows, key=lambda one: one["tokens_per_s"], default=None)
@@ -94,6 +97,7 @@ _CALLS = {
     ("tigon", "offload"): '`tigon.checkpoint(model, "offload")`',
     ("tigon", "offload-attention"): '`tigon.checkpoint(model, "offload-attention")`',
     ("tigon", "auto"): "`tigon.plan`",
+    ("tigon", "fp8"): "`tigon.patch_fp8` and `tigon.plan`",
 }
 
 

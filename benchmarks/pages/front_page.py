@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import duel, published, regions, what_fits
+from benchmarks.pages import base_offload, duel, published, regions, what_fits
 from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -151,17 +151,18 @@ def longest_row() -> int:
 
 
 def _published() -> list[str]:
-    """The longest sequence that Unsloth publishes. tigon's is the planner's: it was not run."""
+    """The longest sequence that Unsloth publishes, and a shorter one than the longest that tigon plans, which ran."""
     card = "24 GB"
     planned = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))["tokens"]["8B, QLoRA, layers on the host"][card]
+    (ran,) = (line["seq"] for line in base_offload.load()["steps"] if line["row"] == "24gb")
     theirs, unpatched = published.UNSLOTH_QLORA["8B"][card], published.UNSLOTH_HUGGING_FACE_8B
     figures = (
         f"{unpatched:,} (published)",
         "",
         f"{theirs:,} (published)",
-        f"{planned:,} (planned, layers on the host)",
+        f"{ran:,} (ran with that memory), {planned:,} (planned)",
     )
-    return [f"*Unsloth's test*: 8B, QLoRA, longest in {card}", *figures]
+    return [f"*Unsloth's test*: 8B, QLoRA, longest in {card}; tigon's with layers on the host", *figures]
 
 
 def _peak_and_speed(point: Point) -> str:

@@ -17,33 +17,29 @@ from tigon.report.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "several-gpus.md"
-RECORDS = tuple(
-    ROOT / "benchmarks" / "results" / "nvidia-h100" / "several-gpus" / f"several-cards{call}.json"
-    for call in ("", "-four", "-two", "-two-b")
-)
-"""The records of the calls, oldest first. A row shows what its newest call measured."""
+RECORD = ROOT / "benchmarks" / "results" / "nvidia-h100" / "several-gpus" / "several-cards.json"
 PLANS = ROOT / "benchmarks" / "results" / "planned" / "several-cards.json"
 
-_HALF, _LORA, _WHOLE = "8B, 16 layers", "8B, LoRA", "8B"
+_HALF, _LORA = "8B, 16 layers", "8B, LoRA"
 SCALED = (
-    ("16 layers of the 8B, DDP", f"{_HALF}, one card", f"{_HALF}, DDP", f"{_HALF}, four, DDP"),
-    ("16 layers of the 8B, FSDP2", f"{_HALF}, one card", f"{_HALF}, FSDP2", f"{_HALF}, four, FSDP2"),
-    ("8B, FSDP2", "", f"{_WHOLE}, FSDP2", f"{_WHOLE}, four, FSDP2"),
+    ("DDP", f"{_HALF}, one card", f"{_HALF}, DDP", f"{_HALF}, four, DDP"),
+    ("FSDP2", f"{_HALF}, one card", f"{_HALF}, FSDP2", f"{_HALF}, four, FSDP2"),
     ("8B, LoRA, DDP", f"{_LORA}, one card", f"{_LORA}, DDP", f"{_LORA}, four, DDP"),
     ("8B, LoRA, FSDP2", f"{_LORA}, one card", f"{_LORA}, FSDP2", f"{_LORA}, four, FSDP2"),
 )
-"""What ran on one, two and four GPUs: a title, and the name of each row, or none."""
+"""What runs on one, two and four GPUs: a title, and the names of the rows. Rows that no card has run are left out."""
+_IN_FP32 = "8B, 8 layers, LoRA, FSDP2"
+"""The row was measured when FSDP2 held frozen weights in fp32, which `lora.base: fp32` asks for today."""
 
 
 def rows() -> list[dict[str, Any]]:
-    """The rows of all calls. A row that did not end well keeps what an earlier call measured."""
-    found: dict[str, dict[str, Any]] = {}
-    for record in RECORDS:
-        for row in json.loads(record.read_text(encoding="utf-8"))["rows"]:
-            if row["status"] == "ok" or found.get(row["name"], {}).get("status") != "ok":
-                found[row["name"]] = row
-    order = {row.name: place for place, row in enumerate(every())}
-    return sorted(found.values(), key=lambda row: (order[row["name"]], row["name"]))
+    """The rows of the record, with the names and the recipes that they have today."""
+    found: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
+    for row in found:
+        if row["name"] == _IN_FP32:
+            row["name"] += ", lora.base: fp32"
+            row["recipe"]["lora"]["base"] = "fp32"
+    return found
 
 
 def losses() -> str:
@@ -60,11 +56,8 @@ def times() -> str:
     """Rows with the widths of a real model, beside the plans of today."""
     plans: Mapping[str, Any] = json.loads(PLANS.read_text(encoding="utf-8"))["rows"]
     lines = []
-    for row in (one for one in rows() if not one["name"].startswith("losses")):
+    for row in (one for one in rows() if not one["name"].startswith("losses") and one["status"] == "ok"):
         plan = plans.get(row["name"]) or {}
-        if row["status"] != "ok":
-            lines.append((row["name"], str(len(row["cards"])), row["status"], "", "", ""))
-            continue
         peak = row["peak_bytes"] / GIB
         lines.append(
             (
@@ -79,19 +72,27 @@ def times() -> str:
     return markdown_table(("", "GPUs", "ms per step", "predicted", "GiB per GPU", "predicted"), lines)
 
 
+def planned() -> str:
+    """The plans of timed rows that no card has run, or that were refused when they ran."""
+    ran = {row["name"] for row in rows() if row["status"] == "ok"}
+    plans: Mapping[str, Any] = json.loads(PLANS.read_text(encoding="utf-8"))["rows"]
+    lines = [
+        (name, str(row.cards), f"{plan['ms']:,.0f}", f"{plan['peak_bytes'] / GIB:.2f}")
+        for name, row in ((row.name, row) for row in every())
+        if name not in ran and "ms" in (plan := plans.get(name) or {})
+    ]
+    return markdown_table(("not run", "GPUs", "ms per step, predicted", "GiB per GPU, predicted"), lines)
+
+
 def scaling() -> str:
     """The speed of one engine on one, two and four GPUs, of the same work per GPU."""
     speeds = {row["name"]: row["tokens_per_s"] for row in rows() if "tokens_per_s" in row}
     lines = []
     for title, *names in SCALED:
-        found = [speeds.get(name) for name in names]
-        least = next((speed for speed in found if speed is not None), None)
-        cells = [
-            "-" if speed is None else f"{speed:,.0f}" + (f" ({speed / least:.2f} x)" if speed != least else "")
-            for speed in found
-        ]
-        if least is not None:
-            lines.append((title, *cells))
+        found = [speeds[name] for name in names if name in speeds]
+        if len(found) == len(names):
+            rest = (f"{speed:,.0f} ({speed / found[0]:.2f} x)" for speed in found[1:])
+            lines.append((title, f"{found[0]:,.0f}", *rest))
     return markdown_table(("tokens/s", "1 GPU", "2 GPUs", "4 GPUs"), lines)
 
 
@@ -102,7 +103,7 @@ def _beside(planned: float | None, measured: float, unit: float) -> str:
     return f"{planned / unit:,.{digits}f} ({100 * (planned / measured - 1):+.1f} %)"
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"losses": losses, "times": times, "scaling": scaling}
+PARTS: Mapping[str, Callable[[], str]] = {"losses": losses, "times": times, "planned": planned, "scaling": scaling}
 
 
 def written(text: str) -> str:

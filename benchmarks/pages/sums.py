@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "own-reward.md"
 RECORDS = ROOT / "benchmarks" / "results"
 SHOWN: Mapping[str, tuple[tuple[str, str, bool], ...]] = {
-    "grpo": (("reward", "reward, at most 1.5", False), ("rewards/exact_answer/mean", "right answers", True)),
+    "grpo": (("reward", "reward", False), ("rewards/exact_answer/mean", "right answers", True)),
     "dpo": (("rewards/margins", "reward margin", False), ("rewards/accuracies", "pairs with a positive margin", True)),
     "kto": (("rewards/margins", "reward margin", False),),
 }
@@ -29,9 +29,16 @@ SHOWN: Mapping[str, tuple[tuple[str, str, bool], ...]] = {
 
 
 def found() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The records, as (folder of the device, record)."""
-    for path in sorted(RECORDS.glob("*/post-training/sums.json")):
-        yield path.parts[-3], json.loads(path.read_text(encoding="utf-8"))
+    """The records, as (name of its chart, record)."""
+    for path in sorted(RECORDS.glob("*/post-training/sums*.json")):
+        yield path.stem.replace("sums", f"sums-{path.parts[-3]}"), json.loads(path.read_text(encoding="utf-8"))
+
+
+def label(run: Mapping[str, Any]) -> str:
+    """The objective, the largest number of the questions, and the keys of the recipe that the run replaced."""
+    pairs = (change.split("=", 1) for change in run["overrides"])
+    changes = [f"{key.rpartition('.')[2]} {value}" for key, value in pairs]
+    return ", ".join([f"{run['objective']}, numbers to {run['largest']}", *changes])
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -39,9 +46,12 @@ def table(record: Mapping[str, Any]) -> str:
     for run in record["runs"]:
         evals = run["eval"]
         for name, title, is_share in SHOWN[run["objective"]]:
-            first, last = (f"{each[f'eval_{name}']:{'.0%' if is_share else '.2f'}}" for each in (evals[0], evals[-1]))
-            rows.append([run["objective"], title, first, last, str(evals[-1]["step"]), f"{run['run_s']:,.0f} s"])
-    return markdown_table(("objective", "on eval rows", "before", "after", "steps", "time"), rows, texts=(0, 1))
+            name, last = f"eval_{name}", evals[-1]
+            best = max(evals, key=lambda each: each[name])
+            values = [f"{each[name]:{'.0%' if is_share else '.2f'}}" for each in (evals[0], best, last)]
+            values[1] += f" (step {best['step']})"
+            rows.append([label(run), title, *values, str(last["step"]), f"{run['run_s']:,.0f} s"])
+    return markdown_table(("run", "on eval rows", "before", "best", "after", "steps", "time"), rows, texts=(0, 1))
 
 
 def chart(record: Mapping[str, Any], name: str) -> str:
@@ -54,7 +64,8 @@ def chart(record: Mapping[str, Any], name: str) -> str:
         evals = [(line["step"], line[f"eval_{metric}"]) for line in run["eval"]]
         axes.plot(*zip(*train, strict=True), color=ACCENT, lw=1, label="training rows")
         axes.plot(*zip(*evals, strict=True), "o-", color=SECOND, ms=4, label="eval rows")
-        axes.set(xlabel="step", ylabel=f"{run['objective']}: {title}")
+        axes.set(xlabel="step", ylabel=title)
+        axes.set_title(label(run).replace(", ", "\n", 2), fontsize="small")
     shared_legend(figure, panels, loc="outside upper center", ncols=2)
     return svg(figure, name)
 
@@ -65,19 +76,14 @@ def where(record: Mapping[str, Any]) -> str:
     versions = {name: environment["versions"].get(name) for name in ("torch", "transformers", "trl", "peft")}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     commit = f"commit {environment['tigon_commit'][:7]}, " if environment["tigon_commit"] else ""
-    changes = [
-        f"{run['objective']} has `{' '.join(f'--set {key}' for key in run['overrides'])}`."
-        for run in record.get("runs", ())
-        if run["overrides"]
-    ]
-    notes = [*changes, *([record["note"]] if "note" in record else [])]
-    return " ".join([f"*{environment['device']}: {packages}, {commit}{environment['date']}.", *notes]) + "*"
+    note = [record["note"]] if "note" in record else []
+    return " ".join([f"*{environment['device']}: {packages}, {commit}{environment['date']}.", *note]) + "*"
 
 
 def measured() -> str:
     parts = []
-    for device, record in found():
-        parts += [f"![rewards and margins over steps](img/sums-{device}.svg)", table(record)]
+    for name, record in found():
+        parts += [f"![rewards and margins over steps](img/{name}.svg)", table(record)]
         parts.append(where(record))
     return "\n\n".join(parts)
 
@@ -89,6 +95,6 @@ def written(text: str) -> str:
 
 if __name__ == "__main__":
     DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
-    for place, record_ in found():
-        image = DOCUMENT.parent / "img" / f"sums-{place}.svg"
-        image.write_text(chart(record_, f"sums-{place}") + "\n", encoding="utf-8")
+    for name_, record_ in found():
+        image = DOCUMENT.parent / "img" / f"{name_}.svg"
+        image.write_text(chart(record_, name_) + "\n", encoding="utf-8")

@@ -46,7 +46,7 @@ class Row:
     """Assignments of `--set` that change the recipe."""
     nearest: str | None = None
     """The case of `planner/runs.json`, or the row of `lora/base-offload.json`, that is most like the row; None if none
-    is."""
+    is. Both records are of an H200."""
 
 
 FULL = ("lora.rank=null", "lora.quantize=false", "train.precision=bf16")
@@ -60,9 +60,9 @@ ROWS: Mapping[str, Row] = {
     "1B, full fine-tuning in bf16": Row(changes=(SMALL, *FULL), nearest="llama-3.2-1b b16 s2048 ckpt-offload"),
     "1B, LoRA": Row(changes=(SMALL, *LORA)),
     "8B, QLoRA": Row(),
-    "8B, QLoRA, layers on the host": Row(changes=(ON_HOST,), nearest="llama-3.1-8b-offload"),
-    "8B, QLoRA, layers on the host, tiles": Row(changes=(ON_HOST, *TILED)),
-    "32B, QLoRA, layers on the host": Row(changes=("model.name=qwen3-32b", ON_HOST)),
+    "8B, QLoRA, layers on the host": Row(changes=(ON_HOST,), nearest="24gb"),
+    "8B, QLoRA, layers on the host, tiles": Row(changes=(ON_HOST, *TILED), nearest="8gb-tiles"),
+    "32B, QLoRA, layers on the host": Row(changes=("model.name=qwen3-32b", ON_HOST), nearest="qwen3-32b-full"),
     "70B, QLoRA, layers on the host": Row(changes=(LARGE, ON_HOST), nearest="llama-3.1-70b-full"),
     "8B, LoRA": Row(changes=LORA, nearest="llama-3.1-8b b4 s4096 bf16 ckpt-full lora16"),
     "8B, full fine-tuning in bf16": Row(changes=FULL, nearest="llama-3.1-8b b2 s8192 bf16 ckpt-offload"),
@@ -82,7 +82,7 @@ def nearest(row: str) -> str:
         return "–"
     on_host = {line["row"]: line["on_host"] for line in base_offload.load()["steps"]}
     if name in on_host:
-        both = on_host[name]["predicted"]["peak_bytes"], on_host[name]["peak_bytes"]
+        both = base_offload.plan_of(on_host[name])["peak_bytes"], on_host[name]["peak_bytes"]
     else:
         runs = {case["id"]: case for case in _read("planner/runs.json")["cases"]}
         both = _read("planner/runs-predicted.json")["cases"][name]["allocated"], runs[name]["allocated_bytes"]

@@ -260,6 +260,12 @@ _TWO_TIMES = (
     _timed("8B, 16 layers, ZeRO-2", 2, {**_HALF, **_ZERO_2}),
     _timed("8B, 8 layers, LoRA, DDP", 2, {**_layers(8, _8B_ADAPTERS), **_LORA}),
     _timed("8B, 8 layers, LoRA, FSDP2", 2, {**_layers(8, _8B_ADAPTERS), **_LORA, **_FSDP}, seconds=40),
+    _timed(
+        "8B, 8 layers, LoRA, FSDP2, lora.base: fp32",
+        2,
+        {**_layers(8, _8B_ADAPTERS), **_LORA, **_FSDP, "lora.base": "fp32"},
+        seconds=40,
+    ),
     _timed("8B, LoRA, one card", 1, _8B_LORA),
     _timed("8B, LoRA, DDP", 2, _8B_LORA),
     _timed("8B, LoRA, FSDP2", 2, {**_8B_LORA, **_FSDP}, dense_layers=32, seconds=40),

@@ -166,14 +166,40 @@ def test_every_row_of_layers_on_the_host_has_a_plan_and_a_share_of_the_speed(tmp
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     path = tmp_path / "base-offload.json"
-    names = ("llama-3.1-8b-offload", "8gb-24576")
-    main(["base-offload", "--tiny", "--json", str(path), *(word for name in names for word in ("--row", name))])
+    names = ("llama-3.1-8b-offload", "8gb-tiles")
+    for name in names:  # the second command adds to the record
+        main(["base-offload", "--tiny", "--json", str(path), "--row", name])
     lines = json.loads(path.read_text(encoding="utf-8"))["steps"]
     assert [line["row"] for line in lines] == [*names]
     assert all(line["on_host"]["predicted"]["host_bytes"] > line["layers_bytes"] > 0 for line in lines)
     assert lines[0]["speed"] == lines[0]["resident"]["ms"] / lines[0]["on_host"]["ms"] and "resident" not in lines[1]
+    assert [len(line["on_host"]["losses"]) for line in lines] == [6, 2], "a warm-up before the timed steps"
     shape = base_offload.config_of("qwen3-32b", tiny=False)
     assert (shape.num_hidden_layers, shape.hidden_size, shape.head_dim, shape.model_type) == (64, 5120, 128, "qwen3")
+
+
+def test_a_very_long_row_is_measured_once_and_one_that_does_not_fit_has_its_error(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    path = tmp_path / "base-offload.json"
+    monkeypatch.setattr(base_offload, "REPEATED_TOKENS", 32)
+    main(["base-offload", "--tiny", "--json", str(path), "--row", "48gb"])
+    monkeypatch.setattr(base_offload, "steps", lambda *_: raise_(torch.OutOfMemoryError("no room")))
+    main(["base-offload", "--tiny", "--json", str(path), "--row", "24gb"])
+    long, failed = json.loads(path.read_text(encoding="utf-8"))["steps"]
+    assert len(long["on_host"]["losses"]) == 1 and "resident" not in long
+    assert (failed["row"], failed["error"], "on_host" in failed) == ("24gb", "no room", False)
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_layers_on_the_host_are_planned_without_bitsandbytes_and_a_gpu(capsys):
+    main(["base-offload", "--tiny", "--plan", "--row", "24gb"])
+    on_host, resident = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert on_host["lora.base_offload"] and not resident["lora.base_offload"]
+    assert on_host["host_bytes"] > resident["host_bytes"] and on_host["peak_bytes"] < resident["peak_bytes"]
 
 
 @pytest.mark.parametrize("row", ["1b-64x1024-17gib", "8b-lora-512", "8b-qlora-512"])

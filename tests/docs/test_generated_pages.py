@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="the chips of the ahead-of-time tests need triton")
 
 from benchmarks import small_rows
-from benchmarks.cases.base_offload import DEFAULT
+from benchmarks.cases.base_offload import ROWS
 from benchmarks.pages import (
     base_offload,
     duel,
@@ -125,13 +125,20 @@ def test_style_and_facts_are_counted_in_the_answers() -> None:
 
 def test_layers_on_the_host_keep_the_limit_and_their_plan() -> None:
     record = base_offload.load()
-    assert [line["row"] for line in record["steps"]] == [*DEFAULT[1:]]
+    assert {line["row"] for line in record["steps"]} <= {*ROWS}
     for line in record["steps"]:
-        measured, plan = line["on_host"], line["on_host"]["predicted"]
+        measured = line["on_host"]
         assert measured["reserved_bytes"] <= line["allocator_limit_bytes"]
-        assert measured["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.03)
+        for each in filter(None, (measured, line.get("resident"))):
+            assert each["peak_bytes"] == pytest.approx(base_offload.plan_of(each)["peak_bytes"], rel=0.03)
         assert line.get("speed", 1.0) >= 0.6
-    assert all(line["finite_with_late_copies"] for line in record["equality"])
+    assert all(line["finite_with_late_copies"] for line in base_offload.load(base_offload.EQUALITY)["equality"])
+
+
+def test_rows_of_small_cards_are_longer_than_unsloth_publishes() -> None:
+    rows = {line["row"]: line["seq"] for line in base_offload.load()["steps"]}
+    published = {"8gb": 2972, "8gb-tiles": 2972, "16gb": 40724, "24gb": 78475}
+    assert all(rows[name] > tokens for name, tokens in published.items())
 
 
 # --- docs/support.md -------------------------------------------------------------------------------------------------

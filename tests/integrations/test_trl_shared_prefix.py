@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -204,6 +205,27 @@ def test_batch_with_padding_between_tokens_has_no_layout() -> None:
     assert layout_of(ids, mask) is not None
     mask[:, 1] = 0
     assert layout_of(ids, mask) is None
+
+
+def test_layout_is_kept_until_the_batch_changes_or_is_gone() -> None:
+    ids, mask = batch([1, 2, 3, 4], [1, 2, 3, 5])
+    layout = layout_of(ids, mask)
+    assert layout is not None and layout_of(ids, mask) is layout
+    assert layout_of(ids, mask.clone()) is not layout and layout_of(ids, None) is not layout
+    ids[1, 2] = 7
+    changed = layout_of(ids, mask)
+    assert changed is not None and [group.prefix for group in changed.row.groups] == [1]
+    gone = weakref.ref(changed)
+    del ids, changed
+    assert gone() is None
+
+
+def test_layout_is_made_in_inference_mode_too() -> None:
+    with torch.inference_mode():
+        ids, mask = batch([1, 2, 3, 4], [1, 2, 3, 5])
+        assert layout_of(ids, mask) is not None
+        ids[1, 1] = 9
+        assert layout_of(ids, mask) is None
 
 
 def test_completions_of_a_prompt_stay_together_in_a_shuffled_order() -> None:

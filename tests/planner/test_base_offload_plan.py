@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planner_helpers import BARE, request_of, small_gpu
+from planner_helpers import BARE, H200, request_of, small_gpu
 
+from benchmarks.cases import base_offload as cases
+from benchmarks.pages import base_offload as pages
 from tigon.planner.engines.base_offload import layers_on_host
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
@@ -37,6 +39,20 @@ def pair(gpu: Gpu = BARE, **settings: object) -> tuple[Estimate, Estimate]:
 
 def streamed(request: Request) -> Request:
     return replace(request, settings=request.settings.having({"lora.base_offload": True}))
+
+
+@pytest.mark.parametrize("row", ["llama-3.1-8b-offload", "8gb-tiles", "24gb"])
+def test_plan_is_that_of_a_measured_row(row):
+    """Over frozen embeddings the input of the first layer stays on the GPU, which is 3.5 % of `24gb`."""
+    (line,) = [line for line in pages.load()["steps"] if line["row"] == row]
+    case = cases.ROWS[row]
+    config = cases.config_of(case.model, False)
+    settings = cases.settings_of(case, config, **{cases.KEY: True})
+    request = Request(model=case.model, config=config, batch=1, seq=line["seq"], settings=settings)
+    found = estimate(request, gpu=H200, evaluation=False)
+    assert found.peak_allocated_bytes == pytest.approx(line["on_host"]["peak_bytes"], rel=0.005)
+    taken = line["on_host"]["reserved_bytes"] + line["on_host"]["non_allocator_bytes"]
+    assert found.device_bytes == pytest.approx(taken, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -9,9 +9,9 @@ import torch
 from planner_helpers import H200
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tigon.ops import linear_logprobs
+from tigon.ops import linear_cross_entropy, linear_logprobs
 from tigon.ops.head.block_loop import BlockPlan
-from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept
+from tigon.ops.head.plan import LogitBytes, plan_blocks, plan_kept, plan_whole_rows
 from tigon.planner.trace.cuda_scratch import planned_for_cuda, scratch_bytes
 from tigon.planner.trace.dispatch_recorder import TraceRecorder
 
@@ -74,12 +74,22 @@ def test_blocks_take_four_products_their_buffers_a_copy_of_hidden_and_a_sum_in_f
     assert exact <= peak <= exact + tokens * SMALL_BYTES
 
 
-def test_frozen_head_takes_three_products_and_no_gradient_of_the_weight() -> None:
+def test_frozen_head_takes_two_products_and_no_gradient_of_the_weight() -> None:
     tokens, chunk_bytes = 8192, 64 * MIB
     peak, flops = traced(tokens, chunk_bytes=chunk_bytes, frozen=True)
-    assert flops == 3 * 2 * tokens * H * V
-    exact = block_bytes(plan_blocks(tokens, V, SIZE, chunk_bytes)) + tokens * H * (4 + 2)
+    assert flops == 2 * 2 * tokens * H * V
+    exact = block_bytes(plan_whole_rows(tokens, V, SIZE, chunk_bytes)) + tokens * H * 2
     assert exact <= peak <= exact + tokens * SMALL_BYTES
+
+
+@pytest.mark.parametrize("tokens", [1024, 16384], ids=["kept", "in chunks"])
+def test_cross_entropy_takes_three_products_whether_the_backward_makes_two_of_them_or_none(tokens: int) -> None:
+    recorder = TraceRecorder(scratch_bytes(H200.sm_count), {})
+    with FakeTensorMode(), planned_for_cuda(recorder, arch=H200.arch, ignored=0), recorder:
+        hidden, weight = (torch.empty(n, H, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, V))
+        linear_cross_entropy(hidden, weight, torch.empty(tokens, dtype=torch.int64)).backward()
+    flops = [segment.cost.flops for segment in recorder.tape.segments]
+    assert sum(flops) == 3 * 2 * tokens * H * V
 
 
 def test_masked_tokens_are_gathered_only_if_the_host_should_wait_for_their_number() -> None:

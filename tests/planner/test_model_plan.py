@@ -14,6 +14,7 @@ import tigon
 from tigon.errors import UsageError
 from tigon.planner import model_plan
 from tigon.planner.gpus import find_gpu
+from tigon.planner.search import checkpointing
 from tigon.planner.search.option import estimate_option
 
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
@@ -84,6 +85,7 @@ def test_plan_chooses_graphs_where_the_cpu_would_be_slower_than_the_gpu(monkeypa
 
     def chosen(host_s: float, **how: Any) -> model_plan.CheckpointPlan:
         row = replace(find_gpu("h100"), host_s=host_s)
+        monkeypatch.setattr(checkpointing, "SLOW_HOST_S", 0.0)
         monkeypatch.setattr(model_plan, "find_gpu", lambda name: replace(row, memory_bytes=2**30))
         return tigon.plan(model, batch=8, seq=256, memory="1GiB", **how)
 
@@ -91,6 +93,32 @@ def test_plan_chooses_graphs_where_the_cpu_would_be_slower_than_the_gpu(monkeypa
     assert (slow.cuda_graphs, fast.cuda_graphs, never.cuda_graphs) == (True, False, False)
     assert slow.step_s < never.step_s / 2 and slow.device_bytes > 0
     assert "layers: launched as CUDA graphs, in micro-batches of this shape" in str(slow)
+
+
+def test_plan_chooses_graphs_where_only_a_slower_host_would_wait(monkeypatch) -> None:
+    """Tiny layers wait for every host, but for one that takes no time. Long rows wait for none."""
+    row = replace(find_gpu("h200"), host_s=0.0, memory_bytes=2**34)
+    monkeypatch.setattr(model_plan, "find_gpu", lambda name: row)
+    assert tigon.plan(model_of(), batch=8, seq=256, memory="1GiB").cuda_graphs
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 256, "max_position_embeddings": 8192}
+    with torch.device("meta"):
+        wide = AutoModelForCausalLM.from_config(config_of("llama", **shape), dtype=torch.bfloat16)
+    assert not tigon.plan(wide, batch=2, seq=8192, memory="16GiB", accumulate=1).cuda_graphs
+
+
+def test_plan_counts_the_weight_of_a_head_that_the_config_ties_and_the_model_does_not(on_small_gpu) -> None:
+    on_small_gpu(400)
+    tied, untied = (
+        AutoModelForCausalLM.from_config(config_of("llama", **SHAPE, tie_word_embeddings=True)).to(torch.bfloat16)
+        for _ in range(2)
+    )
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    own, shared = (tigon.plan(model, batch=1, seq=8, memory="1GiB", optimizer="adamw") for model in (untied, tied))
+    weight_bytes = 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
+    # The weight and two states. The peak comes before the second gradient exists.
+    assert own.peak_allocated_bytes - shared.peak_allocated_bytes == pytest.approx(3 * weight_bytes, rel=0.05)
+    assert "the head has a weight of its own" in str(own) and not shared.notes
+    assert untied.config.tie_word_embeddings
 
 
 def test_plan_puts_adapters_into_graphs_unless_they_drop_values() -> None:

@@ -140,15 +140,17 @@ def test_layers_that_differ_are_not_unrolled() -> None:
         unrolled(tape, period=1, traced=3, layers=6)
 
 
-def test_offloaded_inputs_leave_the_device_and_come_back() -> None:
+@pytest.mark.parametrize("first_stays", [False, True])
+def test_offloaded_inputs_leave_the_device_and_come_back(first_stays: bool) -> None:
     request = request_of(precision="bf16", kernels="tigon", checkpointing="full", shape={"num_hidden_layers": 12})
     tape = trace(request, H200).tape
     here, _, _ = _played(tape)
-    away, peaks, _ = _played(offloaded(tape, leaving=2))
+    away, peaks, _ = _played(offloaded(tape, leaving=2, first_stays=first_stays))
     one = 2 * 64 * 64 * 2  # batch x seq x hidden x bf16
-    assert away["loss"] <= here["loss"] - (12 - 2) * one
-    assert peaks["loss"]["checkpoints"] == 2 * one
+    there = 2 + first_stays
+    assert away["loss"] <= here["loss"] - (12 - there) * one
+    assert peaks["loss"]["checkpoints"] == there * one
     # everything that left came back, and was freed
     ledger = Ledger()
-    ledger.free_all(replay(ledger, offloaded(tape, leaving=2), GradientRules(keep=True)))
+    ledger.free_all(replay(ledger, offloaded(tape, leaving=2, first_stays=first_stays), GradientRules(keep=True)))
     assert ledger.live_bytes == 0

@@ -113,6 +113,19 @@ def test_run_over_a_checkpoint_in_fp8_says_how_it_is_read(recipe, tigon, here, c
     assert "base stores its weights in FP8; they are read in the dtype of" in " ".join(result.out.split())
 
 
+def test_run_over_a_checkpoint_in_fp8_saves_its_weights_in_the_dtype_of_the_others(recipe, tigon, here, checkpoint):
+    """A weight in FP8 without its scale would be another one."""
+    change(checkpoint, **{name.replace(".", "__"): tensor.bfloat16() for name, tensor in
+                          load_file(checkpoint / "model.safetensors").items()})  # fmt: skip
+    dense = store_in_fp8(checkpoint)
+    more = {"train": {"steps": 1, "learning_rate": 1e-9}, "output": {"save_model": True, "merge": True}}
+    result = tigon("train", recipe(model={"name": "base", "config": None}, lora={"rank": 2}, **more))
+    assert result.code == 0, result.err
+    saved = load_file(here / "runs" / "r" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    torch.testing.assert_close(saved[UP].float(), dense[UP], rtol=2**-7, atol=0)
+
+
 def test_checkpoint_in_fp8_is_not_quantised_once_more(recipe, tigon, here, checkpoint):
     pytest.importorskip("bitsandbytes")
     store_in_fp8(checkpoint)

@@ -432,23 +432,6 @@ def test_auto_says_why_a_gpu_does_not_use_the_generator(key, value, says):
     assert trl_trainer._generator(trainer, setup) == ""
 
 
-@pytest.mark.parametrize(
-    ("precision", "device", "says"),
-    [("amp-bf16", "cuda", True), ("amp-fp16", "cuda", True), ("bf16", "cuda", False), ("amp-bf16", "cpu", False)],
-)
-def test_a_line_says_that_the_generator_is_not_measured_under_autocast_on_a_gpu(precision, device, says):
-    from tigon.recipe.keys import Recipe
-    from tigon.trainer.post_training import trl_trainer
-
-    chosen = Recipe().having({"train.objective": "grpo", "train.precision": precision})
-    setup = SimpleNamespace(recipe=chosen, settings=chosen.settings())
-    trainer = SimpleNamespace(args=SimpleNamespace(device=torch.device(device)), generator=object())
-    line = trl_trainer._completions_line(trainer, setup)
-    assert ("not measured on a GPU yet; post_training.generator: transformers" in line) == bool(line) == says
-    trainer.generator = "completions  transformers' generate"
-    assert trl_trainer._completions_line(trainer, setup) == trainer.generator
-
-
 @pytest.mark.parametrize("objective", ["grpo", "distill"])
 def test_generator_writes_the_completions_and_the_report_says_how_far_it_differs(objective, recipe, tigon, here):
     more = {"post_training": {**OWN[objective], "generator": "tigon", "generation": {"top_p": 0.9}}}
@@ -697,6 +680,7 @@ def test_recipe_trains_a_checkpoint_by_one_override(objective, tigon, here):
     options = [part for key in ("model.name=checkpoint", *short) for part in ("--set", key)]
     outcome = tigon("train", path, *options)
     assert outcome.code == 0, outcome.err
+    print(outcome.out, outcome.err)
     (line,) = [line for line in outcome.err.splitlines() if "left out" in line]
     assert "model.config, data.vocab_size" in line and "which only the preset tigon-demo takes" in line
     assert ("post_training.base_steps" in line) == (objective not in ("orpo", "reward"))
@@ -730,3 +714,45 @@ def test_toy_answers_are_alike_and_the_same_every_time(rows) -> None:
     preferences.check_alike(made)
     assert len(made) == 800 and made == [rows.read(row, where) for where, row in rows.toy_rows()]
     assert len({document.texts[0].text for document in made}) > 790
+
+
+HYBRID = {
+    **SHAPE, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("generator", ["tigon", "auto"])
+def test_generator_is_refused_for_a_hybrid_model_and_auto_says_why(generator, recipe, tigon, monkeypatch):
+    from tigon.trainer.post_training import trl_trainer
+
+    of_trainer = trl_trainer._generator
+
+    def on_a_gpu(trainer, setup):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer.args), "device", torch.device("cuda"))
+            return of_trainer(trainer, setup)
+
+    monkeypatch.setattr(trl_trainer, "_generator", on_a_gpu)
+    own = {**OWN["grpo"], "generator": generator}
+    made = sections("grpo", post_training=own, model={"name": "qwen3.5-0.8b", "config": HYBRID}, train={"steps": 1})
+    outcome = tigon("train", recipe(**made))
+    why = "it has layers that attend neither to all earlier tokens nor to a window (linear_attention)."
+    says = "tigon's generator cannot write this trainer's completions: " + why
+    if generator == "tigon":
+        assert outcome.code == 2 and f"{says} Set generator: transformers." in outcome.err, outcome.err
+    else:
+        assert outcome.code == 0, outcome.err
+        assert f"completions  transformers' generate, because {says}" in outcome.out
+
+
+def test_few_prompts_fill_a_step_with_their_completions_or_are_refused(recipe, tigon, here):
+    rows = [{"prompt": f"{n} things", "thing": "x"} for n in range(10)]
+    (here / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"source": "few.jsonl", "max_text_mib": None, "eval_fraction": 0}
+    made = sections("grpo", data=data, train={"steps": 1, "eval_steps": None, "batch_size": 16})
+    outcome = tigon("train", recipe(**made), "--set", "train.batch_size=24")
+    says = "data.source gives 10 prompts with 2 completions each, fewer than train.batch_size 24"
+    assert outcome.code == 2 and says in outcome.err, outcome.err
+    outcome = tigon("train", recipe(**made))
+    assert outcome.code == 0, outcome.err

@@ -269,7 +269,7 @@ def _calls(cls: type[nn.Module]) -> frozenset[str]:
 def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
     """What runs this kind's part of a layer of this class."""
     seams = [vars(part).get("_tigon_seam") for part in layer.__mro__]
-    of_states = [seam for seam in seams if getattr(seam, "flag", "") == "convolution"]
+    of_states = [seam for seam in seams if seam is not None and seam.flag == "convolution"]
     if of_states and (kind is CONVOLUTION or (kind is DELTA_RULE and of_states[0].rule)):
         return TIGON
     for part in layer.__mro__:

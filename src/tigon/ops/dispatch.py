@@ -168,9 +168,14 @@ def can_bypass_dispatcher(args: Iterable[Any]) -> bool:
     return True
 
 
+def runs_eagerly(x: Tensor) -> bool:
+    """Whether an op on `x` runs without a compiler, a mode or a tensor subclass, or is traced for a run that does."""
+    return _planned is not None or can_bypass_dispatcher((x,))
+
+
 def may_overwrite(gradient: Tensor) -> bool:
     """Whether a backward may scale its own gradient in place. A trace may, because its GPU run does."""
-    return _planned is not None or can_bypass_dispatcher((gradient,))
+    return runs_eagerly(gradient)
 
 
 PRIMITIVES: dict[str, Primitive] = {}

@@ -487,7 +487,7 @@ def _forward_flops(k: Tensor, v: Tensor) -> float:
 
 
 def _cost(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Cost:
-    B, T, G, _ = v.shape
+    B, T, G = v.shape[:3]
     inverse = B * T * G * CHUNK * k.element_size()
     return Cost(
         moved_bytes=4 * (q.nbytes + k.nbytes) + 6 * v.nbytes + 3 * inverse,

@@ -309,8 +309,32 @@ def _bwd_fake(dout: Tensor, x: Tokens, made: Attended, segments: Segments, scale
     return grads
 
 
+def _join(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """The kernel's algorithm, for some tokens at a time."""
+    total = torch.logaddexp(lse, part_lse)
+    before, added = ((each - total).exp_().transpose(0, 1)[..., None] for each in (lse, part_lse))
+    lse.copy_(total)
+    N, h, E = out.shape
+    step = max(1, BLOCK_BYTES // max(1, 4 * h * E))
+    for start in range(0, N, step):
+        some = slice(start, start + step)
+        # `out=` rounds in the same kernel; an assignment would write fp32 and read it again.
+        torch.addcmul(out[some] * before[some], part_out[some], added[some], out=out[some])
+
+
+def _join_fake(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    return None
+
+
 varlen_attention_fwd = Primitive("varlen_attention_fwd", composite=_fwd, fake=_fwd_fake)
 varlen_attention_bwd = Primitive("varlen_attention_bwd", composite=_bwd, fake=_bwd_fake)
+join_attention = Primitive(
+    "join_attention",
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse) -> ()",
+    kernel="tigon.kernels.join_attention:join_attention",
+    reference=_join,
+    fake=_join_fake,
+)
 
 
 class SharedPrefixAttention(torch.autograd.Function):
@@ -328,7 +352,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         for call in calls[1:]:
             part = varlen_attention_fwd(_taken(x, call), call.segments, scale)
             if call.queries.start < filled:
-                _join(Attended(out[call.queries], lse[:, call.queries]), part)
+                join_attention(out[call.queries], lse[:, call.queries], *part)
             else:
                 _put(Attended(out, lse), call, part)
             filled = call.queries.stop
@@ -366,19 +390,6 @@ def _taken(x: Tokens, call: Call) -> Tokens:
 def _put(total: Attended, call: Call, part: Attended) -> None:
     total.out[call.queries] = part.out
     total.lse[:, call.queries] = part.lse
-
-
-def _join(total: Attended, part: Attended) -> None:
-    """Make `total`, attention over some keys, attention over those of `part` too, for some tokens at a time."""
-    lse = torch.logaddexp(total.lse, part.lse)
-    before, added = ((each.lse - lse).exp_().transpose(0, 1)[..., None] for each in (total, part))
-    total.lse.copy_(lse)
-    N, h, E = total.out.shape
-    step = max(1, BLOCK_BYTES // max(1, 4 * h * E))
-    for start in range(0, N, step):
-        some = slice(start, start + step)
-        # `out=` rounds in the same kernel; an assignment would write fp32 and read it again.
-        torch.addcmul(total.out[some] * before[some], part.out[some], added[some], out=total.out[some])
 
 
 def shared_prefix_attention(
@@ -483,7 +494,6 @@ SHARED_PREFIX_ATTENTION = Op(
     grads=("q", "k", "v"),
     case=Case(id="plain", shape=(1, 4, 37, 16), options={"groups": 2}, product_orders=4),
     cost=_cost,
-    has_kernel=False,
     # Of the small cases on a CPU.
     errors={"fp32": 2.2e-07, "bf16": 2.6e-03, "fp16": 3.1e-04},
 )

@@ -92,7 +92,8 @@ def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     tapes = step_tapes(model_parallel.with_part_of_head(per_rank_request), gpu, evaluating=evaluating)
     offloaded_bytes = 0
     if request.settings.train.checkpointing == "offload":
-        tapes, offloaded_bytes = _offload_activation_checkpoints(tapes)
+        frozen_embeddings = not any(weight.trained for weight in model.weights if weight.embedding)
+        tapes, offloaded_bytes = _offload_activation_checkpoints(tapes, first_stays=frozen_embeddings)
     elif request.settings.train.checkpointing == KEPT_ON_HOST:
         offloaded_bytes = _activation_checkpoint_bytes(tapes)
     graphs = None
@@ -129,10 +130,10 @@ def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     )
 
 
-def _offload_activation_checkpoints(tapes: StepTapes) -> tuple[StepTapes, int]:
+def _offload_activation_checkpoints(tapes: StepTapes, *, first_stays: bool) -> tuple[StepTapes, int]:
     """Returns (the tapes with the layers' inputs on the host between their uses, pinned host bytes)."""
     host_bytes = _activation_checkpoint_bytes(tapes)
-    moved = tuple(offloaded(tape, leaving=MAX_LEAVING) for tape in tapes.micro_batches)
+    moved = tuple(offloaded(tape, leaving=MAX_LEAVING, first_stays=first_stays) for tape in tapes.micro_batches)
     return StepTapes(moved, tapes.evaluation), host_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tigon._trunk import decoder_layers
 from tigon.errors import PatchError, UsageError
@@ -19,7 +20,7 @@ from tigon.models.patch import flags_of, unwrap
 from tigon.models.seams.lora import unfused_layers
 from tigon.models.spec import SINKS_FLAG
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
-from tigon.planner.request import Request, refusals
+from tigon.planner.request import Request, refusals, text_config, ties_embeddings
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import Beside, choose
 from tigon.planner.search.option import Option
@@ -152,9 +153,10 @@ def plan(
         }
     )
     unfused = unfused_layers(inner) if settings.model.patched else 0
+    untied = _is_untied(inner)
     request = Request(
         model=type(inner).__name__,
-        config=inner.config,
+        config=_with_two_weights(inner.config) if untied else inner.config,
         batch=batch,
         seq=seq,
         settings=settings,
@@ -185,7 +187,7 @@ def plan(
         tokens_per_s=estimate.tokens_per_s,
         fits=found.option.fits(gpu),
         compared=tuple(found.seen.values()),
-        notes=(_UNFUSED.format(unfused),) if unfused else (),
+        notes=(*((_UNFUSED.format(unfused),) if unfused else ()), *((_UNTIED,) if untied else ())),
     )
 
 
@@ -198,6 +200,19 @@ def transformers_model(model: nn.Module, caller: str) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         raise UsageError(f"{caller}: {type(model).__name__} is not a model of transformers; pass one.")
     return inner
+
+
+def _is_untied(model: PreTrainedModel) -> bool:
+    """Whether head and embeddings have a weight each, although the config says that they share one."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    plain = isinstance(head, nn.Linear) and isinstance(embeddings, nn.Embedding)
+    return plain and ties_embeddings(model.config) and head.weight is not embeddings.weight
+
+
+def _with_two_weights(config: PreTrainedConfig) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = text_config(config).tie_word_embeddings = False
+    return config
 
 
 def _gpu(memory: str | int | None) -> Gpu:
@@ -280,6 +295,10 @@ def _adapters(model: nn.Module) -> dict[str, Any]:
     }
 
 
+_UNTIED = (
+    "the config ties the head to the embeddings, and the head has a weight of its own, as after initialization without "
+    "weights. The plan counts both. `model.tie_weights()` before `tigon.plan` saves the second."
+)
 _UNFUSED = (
     "PEFT computes {} layers with adapters that tigon could fuse, and keeps more activations for them. tigon.patch "
     "ran before PEFT added them, or with lora=False; call tigon.patch(model) again."

@@ -43,6 +43,8 @@ class Request:
     """False: PEFT added the adapters to a model that was patched before, and computes them itself."""
     evaluated: bool = False
     """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
+    by_tigon_train: bool = False
+    """Whether `tigon train` runs it, which sets PyTorch's allocator itself (`sets_expandable_segments`)."""
 
     def __post_init__(self) -> None:
         """Choose a method in place of `sharding.sequence_method: auto`."""
@@ -107,6 +109,7 @@ def request_of(
         clipped=train.max_grad_norm > 0,
         evaluated=evaluated,
         objective=objective,
+        by_tigon_train=True,
     )
 
 

@@ -9,7 +9,7 @@ from tigon.planner.engines.base import Engine, Loading, Placement
 from tigon.planner.engines.non_allocator_memory import allocator_budget_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
-from tigon.planner.simulate.allocator import CachingAllocator, has_expandable_segments
+from tigon.planner.simulate.allocator import CachingAllocator, has_expandable_segments, sets_expandable_segments
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
 from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
@@ -54,7 +54,7 @@ class SimulatedRun:
     def memory(self) -> RunMemory:
         """Simulate the run."""
         budget_bytes = allocator_budget_bytes(self.gpu, self.engine.settings)
-        ledger = Ledger(allocator=CachingAllocator(budget_bytes, expandable=has_expandable_segments()))
+        ledger = Ledger(allocator=CachingAllocator(budget_bytes, expandable=is_expandable(self.request, self.gpu)))
         self._load(ledger)
         for step in range(STEPS):
             self._step(ledger, first=step == 0)
@@ -173,3 +173,8 @@ def _reduce_all(
         reduced.add(gradient.tensor_bytes if gradient is not None else 0)
     ledger.free_all(gradients)
     return []
+
+
+def is_expandable(request: Request, gpu: Gpu) -> bool:
+    """Whether the run has expandable segments: by the environment, or because `tigon train` switches them on."""
+    return has_expandable_segments() or (request.by_tigon_train and sets_expandable_segments(request.settings, gpu))

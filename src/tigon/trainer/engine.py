@@ -32,7 +32,7 @@ from tigon.trainer import model as models
 from tigon.trainer import random_weights
 from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import adapter_checks, self_test
+from tigon.trainer.guards import adapter_checks, segments, self_test
 from tigon.trainer.guards.nan_guard import first_nonfinite
 from tigon.trainer.setup import Setup
 
@@ -56,6 +56,7 @@ def build(setup: Setup, base: Path, *, saves_adapters: bool = False) -> tuple[nn
         The model, and the patch report, Liger's version or None.
     """
     settings, run_info = setup.settings, setup.run_info
+    segments.switch_on(settings, setup.device)
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(settings)]
     loading = {name: value for one in used for name, value in one.load(settings, run_info).items()}
     if models.is_preset(setup.recipe.model.name) and not are_drawn_in_place(settings):

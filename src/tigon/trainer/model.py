@@ -200,6 +200,10 @@ def text_part_warning(model: ModelConfig, config: PreTrainedConfig) -> tuple[str
     )
 
 
+_SCALES = re.compile(r"_scale(_inv|s)?$|_absmax|quant_")
+"""Names of tensors that belong to quantised weights."""
+
+
 def stored_dtypes(model: ModelConfig, config: PreTrainedConfig) -> dict[str, torch.dtype]:
     """Name -> dtype of each floating-point tensor in a checkpoint's files; {} for a preset.
 
@@ -213,7 +217,10 @@ def stored_dtypes(model: ModelConfig, config: PreTrainedConfig) -> dict[str, tor
     except UsageError as error:
         raise RecipeError(f"model.name: {error}") from None
     dtypes = {name: weight_files.DTYPES.get(header.dtype) for name, header in headers.items()}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point}
+    found = {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point}
+    if getattr(config, "quantization_config", None):  # dense weights get the dtype of those that are not quantised
+        found = {name: dtype for name, dtype in found.items() if dtype.itemsize > 1 and not _SCALES.search(name)}
+    return found
 
 
 def unused_line(names: Sequence[str]) -> str:
@@ -431,13 +438,10 @@ def read(model: ModelConfig, config: PreTrainedConfig, *, dtype: torch.dtype | s
         RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
     from safetensors import SafetensorError
-    from transformers import FineGrainedFP8Config
 
-    from tigon.techniques.lora import mxfp4_experts  # loads transformers
+    from tigon.techniques.lora import mxfp4_experts, stored_weights  # loads transformers
 
-    if mxfp4_experts.quant_method_of(config) == "fp8":
-        # dense, because its own layers need a kernel of the hub and round their inputs
-        loading["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    loading |= stored_weights.dense_reading(config)
     if mxfp4_experts.is_stored(config):
         kept = loading.pop("quantization_config", None)
         loading |= (

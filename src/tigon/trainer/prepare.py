@@ -231,7 +231,7 @@ def _check(recipe: Recipe, device: torch.device) -> _Checked:
         unused_tensors=model.check_weights(recipe.model, config),
         warnings=(
             *model.text_part_warning(recipe.model, config),
-            *adapter_checks.fp8_warning(recipe.model.name, config),
+            *adapter_checks.read_as_dense_warning(recipe.model.name, config),
             *warnings,
         ),
     )

@@ -226,7 +226,8 @@ def samples_of(
         len(evaluated.samples if evaluated else ()),
     )
     size = _size(recipe, objective, encoded[0], n_samples, n_eval, data_parallel_size)
-    _check_enough(recipe, n_samples, size)
+    writes = objective.trl is not None and objective.trl.scores
+    _check_enough(recipe, n_samples, size, recipe.post_training.generations if writes else None)
     _check_schedule(recipe, steps_of(recipe, size))
     if evaluated is not None and not evaluated.samples:
         raise _nothing_to_evaluate(recipe, n_texts[1], evaluated.n_dropped + n_dropped)
@@ -321,9 +322,15 @@ def _of_samples(samples: Sequence[Sample], eval_samples: Sequence[Sample], size:
     }
 
 
-def _check_enough(recipe: Recipe, n_samples: int, size: RunSize) -> None:
-    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps."""
+def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: int | None) -> None:
+    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps.
+
+    completions: those of each prompt, if the run's samples are completions.
+    """
     given = f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than"
+    if completions is not None:
+        given = f"data.source gives {n_samples} prompts with {completions} completions each, fewer than"
+        n_samples *= completions
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size

@@ -7,15 +7,23 @@ without a group stand before the prefixes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.ops.shared_prefix_attention import PrefixGroup, PrefixRow
 
 # B sequences, T tokens of the padded batch, N tokens of the row.
+
+Places = npt.NDArray[np.int64]
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The ids of a batch -> `_Kept`, its layout."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +61,65 @@ def layout_of(ids_BT: Tensor, mask_BT: Tensor | None) -> PrefixLayout | None:
     """The layout with the fewest tokens in groups of one level.
 
     None: no sequences share a beginning, a sequence has no tokens, or padding stands between tokens of one.
-    The host waits for the device once, because the groups depend on the ids.
+    The host waits for the device once, because the groups depend on the ids. The layout of a batch is kept as long as
+    its ids, because the policy and its reference read the same tensors.
     """
-    ids = ids_BT.cpu()
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask_BT is None else mask_BT.cpu() != 0
+    if ids_BT.is_inference() or (mask_BT is not None and mask_BT.is_inference()):  # these count no changes
+        return _layout_of(ids_BT, mask_BT)
+    kept: _Kept | None = _kept.get(ids_BT)
+    if kept is not None and kept.is_of(ids_BT, mask_BT):
+        return kept.layout
+    layout = _layout_of(ids_BT, mask_BT)
+    mask = None if mask_BT is None else (weakref.ref(mask_BT), mask_BT._version)
+    _kept[ids_BT] = _Kept(ids_BT._version, mask, layout)
+    return layout
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The layout of a batch, and the state of its tensors when it was made."""
+
+    ids_version: int
+    mask: tuple[weakref.ref[Tensor], int] | None
+    layout: PrefixLayout | None
+
+    def is_of(self, ids_BT: Tensor, mask_BT: Tensor | None) -> bool:
+        """Whether the batch's tensors are those of the layout, unchanged."""
+        if ids_BT._version != self.ids_version:
+            return False
+        if self.mask is None or mask_BT is None:
+            return self.mask is None and mask_BT is None
+        mask, version = self.mask
+        return mask() is mask_BT and mask_BT._version == version
+
+
+def _layout_of(ids_BT: Tensor, mask_BT: Tensor | None) -> PrefixLayout | None:
+    """`layout_of` without what is kept.
+
+    It computes in NumPy on one thread. PyTorch divides such small tensors among all cores that it sees, and on a
+    machine that has been given only some of them the threads wait for each other for up to 0.2 s.
+    """
+    ids: Places = ids_BT.cpu().numpy()
+    mask = np.ones(ids.shape, dtype=bool) if mask_BT is None else mask_BT.cpu().numpy() != 0
     lengths = mask.sum(1)
-    first, places = mask.int().argmax(1), torch.arange(ids.shape[1])
+    first, places = mask.argmax(1), np.arange(ids.shape[1])
     whole = (places >= first[:, None]) & (places < (first + lengths)[:, None])
-    if not bool(lengths.all()) or not torch.equal(mask, whole):
+    if not lengths.all() or not np.array_equal(mask, whole):
         return None
-    columns = (first[:, None] + places[: int(lengths.max())]).clamp(max=ids.shape[1] - 1)
+    columns = np.minimum(first[:, None] + places[: lengths.max()], ids.shape[1] - 1)
     valid = places[: columns.shape[1]] < lengths[:, None]
-    tokens = ids.gather(1, columns).masked_fill(~valid, -1)
-    order = sorted(range(len(ids)), key=tokens.tolist().__getitem__)
-    common = ((tokens[order].diff(dim=0) == 0) & valid[order][1:]).int().cumprod(1).sum(1).tolist()
+    tokens = np.where(valid, np.take_along_axis(ids, columns, 1), -1)
+    # Bytes in big-endian order compare as the tokens do, and a shorter sequence comes before those that go on.
+    as_bytes = (tokens + 1).astype(">i8")
+    order = sorted(range(len(ids)), key=[row.tobytes() for row in as_bytes].__getitem__)
+    ordered = tokens[order]
+    equal = (ordered[1:] == ordered[:-1]) & valid[order][1:]
+    common = np.logical_and.accumulate(equal, 1).sum(1).tolist()
     members = [(order[i:j], shared) for i, j, shared in _best_groups(common)]
     members.sort(key=lambda each: each[1] > 0)
     if not any(shared for _, shared in members):
         return None
-    return _layout(members, columns, lengths, ids_BT)
+    return _layout(members, columns, lengths.tolist(), ids_BT)
 
 
 def _best_groups(common: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -92,24 +140,25 @@ def _best_groups(common: Sequence[int]) -> list[tuple[int, int, int]]:
     return best[-1][1]
 
 
-def _layout(members: Sequence[tuple[list[int], int]], columns: Tensor, lengths: Tensor, ids_BT: Tensor) -> PrefixLayout:
+def _layout(
+    members: Sequence[tuple[list[int], int]], columns: Places, sizes: list[int], ids_BT: Tensor
+) -> PrefixLayout:
     """members: the sequences of each group and their prefix's tokens, those without a prefix first."""
-    (B, T), sizes = ids_BT.shape, lengths.tolist()
+    B, T = ids_BT.shape
     prefixes = [(rows, 0, prefix) for rows, prefix in members if prefix]
     whole = [(rows, 0, sizes[rows[0]]) for rows, prefix in members if not prefix]
     branches = [([row], prefix, sizes[row]) for rows, prefix in members if prefix for row in rows]
-    place_BT, start = torch.zeros(B, T, dtype=torch.int64), 0
+    place_BT, start = np.zeros((B, T), dtype=np.int64), 0
     sources, positions = [], []
     first_of = {row: rows[0] for rows, _ in members for row in rows}
     for rows, begin, end in (*whole, *prefixes, *branches):
         for row in rows:
-            place_BT[row, columns[row, begin:end]] = torch.arange(start, start + end - begin)
+            place_BT[row, columns[row, begin:end]] = np.arange(start, start + end - begin)
         chosen = columns[rows[0], begin:end]
         sources.append(rows[0] * T + chosen)
         positions.append(chosen - columns[rows[0], 0] + columns[first_of[rows[0]], 0])
         start += end - begin
-    groups = (PrefixGroup(prefix, tuple(sizes[row] - prefix for row in rows)) for rows, prefix in members)
-    source_N, places, positions_N = (
-        each.to(ids_BT.device) for each in (torch.cat(sources), place_BT.flatten(), torch.cat(positions))
-    )
-    return PrefixLayout(PrefixRow(tuple(groups)), source_N, places, positions_N)
+    groups = tuple(PrefixGroup(prefix, tuple(sizes[row] - prefix for row in rows)) for rows, prefix in members)
+    both = torch.from_numpy(np.concatenate([*sources, *positions, place_BT.reshape(-1)])).to(ids_BT.device)
+    source_N, positions_N, places = both.split([start, start, B * T])
+    return PrefixLayout(PrefixRow(groups), source_N, places, positions_N)

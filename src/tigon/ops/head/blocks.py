@@ -10,6 +10,8 @@ p and has the error of p.
 
 If the logits of all tokens fit, they are kept from forward to backward, which saves one product of each head. The
 backward then writes the gradient of one block of columns after another.
+
+For frozen heads nothing is computed twice (`frozen.py`).
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ from tigon.ops.losses.results import RowResults
 # N tokens, H hidden, V vocabulary, K ids of a token, J largest logits; a block has n tokens and c columns.
 
 
-def _logits_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
+def logits_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
     """Memory for the logits that exist at once."""
     return LogitBuffer(plan.logit_tokens, plan.columns, head.hidden_NH, head.logits_dtype)
 
 
-def _gradient_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
+def gradient_buffer(head: Head, plan: BlockPlan) -> LogitBuffer:
     """Memory for the gradient of a block of logits."""
     return LogitBuffer(plan.tokens, plan.columns, head.hidden_NH, head.dtype)
 
@@ -75,11 +77,11 @@ class BackwardOptions(NamedTuple):
 
 def empty_sums(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> GradientSums:
     """The gradients of a head in the dtypes that blocks of this plan need, and memory for those of its logits."""
-    block = _gradient_buffer(head, plan).view if any(wanted) else None
-    return GradientSums(head, wanted, _empty_gradients(head, wanted, plan, fp32_hidden), plan, block)
+    block = gradient_buffer(head, plan).view if any(wanted) else None
+    return GradientSums(head, wanted, empty_gradients(head, wanted, plan, fp32_hidden), plan, block)
 
 
-def _empty_gradients(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> Gradients:
+def empty_gradients(head: Head, wanted: Wanted, plan: BlockPlan, fp32_hidden: bool) -> Gradients:
     dw_dtype = sum_dtype(head.weight_VH, plan.tokens < head.tokens)
     return Gradients.empty(head, wanted, sum_dtype(head.hidden_NH, fp32_hidden), dw_dtype)
 
@@ -124,7 +126,7 @@ def _forward_body(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
     N, V = head.tokens, head.vocab
     check_ids(head.hidden_NH, ids_NK, V, options.ignore_index)
     plan = _forward_plan(head, keep, block_bytes)
-    buffer = _logits_buffer(head, plan)
+    buffer = logits_buffer(head, plan)
     kept_NV = buffer.view(N, V) if keep else _no_logits(head)
     parts: list[RowResults] = []
     with no_autocast(head.hidden_NH):
@@ -150,7 +152,7 @@ def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
     elif isinstance(N, int):
         # The planner traces this fake: the buffer is alive inside the operator.
         plan = _forward_plan(head, keep, block_bytes)
-        one_block, buffer = plan.columns >= V, _logits_buffer(head, plan)
+        one_block, buffer = plan.columns >= V, logits_buffer(head, plan)
     rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block)
     kept_NV = buffer.view(N, V) if keep and buffer is not None else _no_logits(head)
     del buffer
@@ -205,7 +207,7 @@ def _backward_body(
     size = (head.tokens, head.vocab)
     plan = options.plan(size, LogitBytes.of(head.dtype), kept_NV is not None)
     sums = empty_sums(head, wanted, plan, options.fp32_hidden)
-    work = _LogprobGradients(head, upstream, _logits_buffer(head, plan) if kept_NV is None else kept_NV, logprob)
+    work = _LogprobGradients(head, upstream, logits_buffer(head, plan) if kept_NV is None else kept_NV, logprob)
     work.gathered = options.gathered
     with no_autocast(head.hidden_NH):
         run_blocks(plan, [sums], size, work)
@@ -221,9 +223,9 @@ def _backward_fake(
     options: BackwardOptions,
 ) -> Gradients:
     plan = options.plan((head.tokens, head.vocab), LogitBytes.of(head.dtype), kept_NV is not None)
-    gradients = _empty_gradients(head, wanted, plan, options.fp32_hidden)
+    gradients = empty_gradients(head, wanted, plan, options.fp32_hidden)
     if isinstance(head.tokens, int):
-        alive = [_gradient_buffer(head, plan)] + ([_logits_buffer(head, plan)] if kept_NV is None else [])
+        alive = [gradient_buffer(head, plan)] + ([logits_buffer(head, plan)] if kept_NV is None else [])
         sums = _alive_in_backward(head, wanted, plan, left_out=not options.gathered)
         del alive, sums
     return gradients
@@ -285,7 +287,7 @@ class PairBuffers:
     """Memory for the logits of both heads that exist at once."""
 
     def __init__(self, pair: HeadPair, plan: BlockPlan) -> None:
-        self._p, self._q = _logits_buffer(pair.p, plan), _logits_buffer(pair.q, plan)
+        self._p, self._q = logits_buffer(pair.p, plan), logits_buffer(pair.q, plan)
 
     def view(self, n: int, c: int, first: int = 0) -> LogitPair:
         return LogitPair(self._p.view(n, c), self._q.view(n, c), first)
@@ -413,12 +415,12 @@ def _kl_backward_fake(
     kept = p_kept_NV is not None
     plan = options.plan(pair.size, pair.logit_bytes(wanted), kept)
     heads = list(zip(pair, wanted, strict=True))
-    gradients = KlGradients.of(*(_empty_gradients(head, want, plan, options.fp32_hidden) for head, want in heads))
+    gradients = KlGradients.of(*(empty_gradients(head, want, plan, options.fp32_hidden) for head, want in heads))
     if isinstance(pair.p.tokens, int):
         alive: list[object] = [] if kept else [PairBuffers(pair, plan)]
         for head, want in heads:
             if any(want):
-                alive.append(_gradient_buffer(head, plan))
+                alive.append(gradient_buffer(head, plan))
                 alive.append(_alive_in_backward(head, want, plan, upstream.counts_N is not None))
         del alive
     return gradients

@@ -9,7 +9,8 @@
                exact, because a scalar loss is linear in g.
     recompute  One loss per token. Its g is known only in the backward, which recomputes the logits with g in the row
                factors. Multiplying a 16-bit G by g would save that product but round twice, with three times the
-               unfused op's error in bf16. If the weights are known beforehand, `token_weight` costs nothing.
+               unfused op's error in bf16. If the weights are known beforehand, `token_weight` costs nothing. If the
+               head is frozen, the mode is `stream`: then g multiplies the rows of dX.
     loss       No gradient is needed: only logits and statistics are computed.
 
 Logits of 16-bit inputs are fp32, unless their product writes exponentials. They exist for a part of a chunk at a time,
@@ -100,12 +101,18 @@ class ChunkRequest:
     chunk_bytes: tuple[int, int]
     """(least, most)"""
     per_row: bool = False
+    sums_tokens: bool = True
+    """Whether a wanted gradient adds up tokens, as a weight's does. Otherwise g can multiply rows afterwards."""
     want_hidden: bool = True
     want_weight: bool = True
     fp32_accumulate: bool = True
     fp32_logits: bool = False
     """Whether fp32 logits exist beside their gradient of `itemsize` bytes."""
     may_sum_in_16_bits: bool = False
+
+    @property
+    def mode_of_chunks(self) -> Mode:
+        return "recompute" if self.per_row and self.sums_tokens else "stream"
 
     def split(self, bytes_alive: int) -> tuple[int, int]:
         """(the most tokens of a chunk, tokens whose fp32 logits exist at once), within these bytes if they suffice."""
@@ -126,8 +133,7 @@ def make_chunk_plan(request: ChunkRequest) -> Plan:
     chunk = even_chunk(tokens, fitting)
     if not request.fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
         return make_chunk_plan(replace(request, fp32_accumulate=True))
-    mode: Mode = "recompute" if request.per_row else "stream"
-    return Plan(mode, chunk, request.fp32_accumulate, min(logit_tokens, chunk))
+    return Plan(request.mode_of_chunks, chunk, request.fp32_accumulate, min(logit_tokens, chunk))
 
 
 def _loss_plan(request: ChunkRequest, bytes_alive: int) -> Plan:
@@ -170,7 +176,7 @@ def plan_within(memory_bytes: int, request: ChunkRequest) -> Plan:
     usual = make_chunk_plan(request)
     if usual.mode == "loss":
         return _loss_plan(request, min(memory_bytes, most_alive))
-    mode: Mode = "recompute" if request.per_row else "stream"
+    mode = request.mode_of_chunks
 
     def of_sum(fp32: bool, least_rows: int) -> Plan:
         """A plan with as many tokens per chunk as fit beside the sum, and at least `least_rows`."""
@@ -207,6 +213,7 @@ def plan_for(head: Head, limits: ChunkLimits, wanted: Wanted, *, per_row: bool, 
         itemsize=itemsize,
         chunk_bytes=(least, most),
         per_row=per_row,
+        sums_tokens=wanted.want_weight or wanted.want_bias or wanted.want_lora_b,
         want_hidden=wanted.want_hidden or wanted.want_low or wanted.want_lora_b,
         want_weight=wanted.want_weight or wanted.want_bias,
         fp32_accumulate=limits.fp32_accumulate or limits.memory_bytes > 0,

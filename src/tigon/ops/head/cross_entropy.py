@@ -118,8 +118,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = chunks.dw_VH
             ctx.save_for_backward(
-                chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, remaining_scale, counted.index_N
-            )
+                chunks.dx_NH, chunks.db_V, chunks.dlow_NR, chunks.dlora_b_VR, remaining_scale, counted.index_N,
+                target if call.per_row else None,
+            )  # fmt: skip
         elif plan.mode == "recompute":
             ctx.save_for_backward(target, class_weight, token_weight, inverse, counted.index_N, *head)
         # Without a reduction, the losses return to their original positions.
@@ -218,7 +219,11 @@ def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor,
 
 def _backward_stream(ctx: Context, dloss: Tensor) -> _Grads:
     # Raises in a second backward of a graph that was not retained.
-    dx, db, dlow, dlora_b, remaining_scale, index = ctx.saved_tensors
+    dx, db, dlow, dlora_b, remaining_scale, index, target = ctx.saved_tensors
+    if target is not None:
+        # A token that is left out has no gradient, even if its own is NaN.
+        counted = dloss if index is None else dloss.index_select(0, index)
+        dloss = counted.masked_fill(target == ctx.options.ignore_index, 0.0)
     scale = dloss if remaining_scale is None else dloss * remaining_scale
     dw, is_last_backward = ctx.dw, not keeps_graph()
     if is_last_backward:
@@ -227,7 +232,7 @@ def _backward_stream(ctx: Context, dloss: Tensor) -> _Grads:
     if grad_VH is not None:
         add_scaled_(grad_VH, dw, scale)
         dw = None
-    elif is_last_backward and dw.dtype == ctx.dtype and may_overwrite(dw):
+    elif ctx.wanted.want_weight and is_last_backward and dw.dtype == ctx.dtype and may_overwrite(dw):
         dw = scaled_in_place(dw, scale)
     elif ctx.wanted.want_weight:
         dw = scale_rows(dw, scale, None, dw.shape[0], ctx.dtype)

@@ -30,8 +30,9 @@ from tigon.ops.dispatch import (
     is_dtensor,
     no_autocast,
     outside_graphs,
+    runs_eagerly,
 )
-from tigon.ops.head.autograd import head_gradients
+from tigon.ops.head.autograd import finished, head_gradients
 from tigon.ops.head.blocks import (
     BackwardOptions,
     HeadPair,
@@ -43,6 +44,7 @@ from tigon.ops.head.blocks import (
     rows_at_once,
 )
 from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.frozen import is_frozen, linear_kl_frozen
 from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.logprobs import WORTH_A_WAIT_FLOPS
 from tigon.ops.head.plan import LogitBytes, keeps_logits
@@ -128,6 +130,15 @@ class LinearKl(torch.autograd.Function):
         (N, _), (block_bytes, most_kept) = pair.size, call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         known = trained and isinstance(N, int)
+        ctx.tokens, ctx.at_once = counted.tokens, known and vocabulary is _WHOLE and _is_frozen(pair, wanted)
+        if ctx.at_once:
+            made = linear_kl_frozen(pair, call.counts_N, call.options, wanted, block_bytes)
+            ctx.save_for_backward(
+                *(dx if want.want_hidden else None for dx, want in zip(made[1:], wanted, strict=True)),
+                call.index,
+                call.counts_N,
+            )
+            return counted.spread(made.value_N, 0.0)
         keep = known and keeps_logits(N, vocabulary.most_rows(pair), pair.logit_bytes(wanted), most_kept)
         computed = vocabulary.forward(pair, call, keep)
         if trained:
@@ -135,13 +146,15 @@ class LinearKl(torch.autograd.Function):
             ctx.save_for_backward(
                 *pair.p[:3], *pair.q[:3], call.index, call.counts_N, computed.stats_8N, computed.peaks_2N, *kept
             )
-        ctx.wanted, ctx.tokens, ctx.options, ctx.vocabulary = wanted, counted.tokens, call.options, vocabulary
+        ctx.wanted, ctx.options, ctx.vocabulary = wanted, call.options, vocabulary
         ctx.block_bytes = most_kept if keep else block_bytes
         return counted.spread(computed.value_N, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Context, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.at_once:
+            return _scaled_rows(ctx, dvalue_N)
         *tensors, index, counts_N, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
         counted = CountedTokens(index, ctx.tokens)
         pair, options, vocabulary = HeadPair(Head(*tensors[:3]), Head(*tensors[3:])), ctx.options, ctx.vocabulary
@@ -157,6 +170,24 @@ class LinearKl(torch.autograd.Function):
                 vocabulary.sum_hidden(side[0])
             results += head_gradients(side, wanted, (left, left), counted, head.dtype)
         return *results, None, None, None
+
+
+def _is_frozen(pair: HeadPair, wanted: WantedPair) -> bool:
+    """Whether only hidden states have gradients, rows times the upstream gradient. fp16 would need a loss scale."""
+    dtypes = {head.dtype for head in pair}
+    return is_frozen(*wanted) and torch.float16 not in dtypes and runs_eagerly(pair.p.hidden_NH)
+
+
+def _scaled_rows(ctx: Context, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of the hidden states from those for an upstream gradient of 1."""
+    p_dx_NH, q_dx_NH, index, counts_N = ctx.saved_tensors
+    counted = CountedTokens(index, ctx.tokens)
+    u_N = counted.take(dvalue_N)
+    assert u_N is not None
+    if counts_N is not None:  # a token that is left out has no gradient, even if its own is NaN
+        u_N = u_N.masked_fill(counts_N == 0, 0.0)
+    p, q = (None if dx is None else finished(dx, u_N, counted, dx.dtype) for dx in (p_dx_NH, q_dx_NH))
+    return p, None, None, q, *(None,) * 5
 
 
 def _scales(head: Head, dvalue_N: Tensor, options: KlOptions, *, is_p: bool) -> tuple[Tensor | None, Tensor | None]:

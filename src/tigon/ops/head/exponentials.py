@@ -108,7 +108,7 @@ def add_exp_weight_grad(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Ten
     """As `exp_weight_grad`, added to `grad`. It is not an operator, because compilers never see it."""
     if (trace := dispatch.planned()) is not None:
         torch.empty_like(x_NH)  # the scaled rows
-        trace.count(moved_bytes=sum(t.nbytes for t in (e_NV, x_NH, factors, target, grad_VH)))
+        trace.count(flops=2.0 * e_NV.numel() * x_NH.shape[1], dtype=e_NV.dtype)
         return
     with no_autocast(e_NV):
         weight_grad_into(e_NV, x_NH, factors, target, grad_VH, accumulate=True)

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Context, Differentiable, by_vocabulary, first_order, outside_graphs
-from tigon.ops.head.autograd import head_gradients
+from tigon.ops.dispatch import Context, Differentiable, by_vocabulary, first_order, outside_graphs, runs_eagerly
+from tigon.ops.head.autograd import finished, head_gradients
 from tigon.ops.head.blocks import BackwardOptions, linear_logprobs_bwd, linear_logprobs_fwd
 from tigon.ops.head.divided import DividedHead
+from tigon.ops.head.frozen import is_frozen, linear_logprobs_frozen
 from tigon.ops.head.inputs import Head, Wanted, default_chunk_bytes
 from tigon.ops.head.plan import LogitBytes, keeps_logits
 from tigon.ops.losses.inputs import CountedTokens, check_chunk_bytes, may_wait, tokens_that_count
@@ -72,20 +73,27 @@ class LinearLogprobs(torch.autograd.Function):
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         known = any(wanted) and isinstance(head.tokens, int)
-        keep = known and keeps_logits(head.tokens, head.vocab, LogitBytes.of(head.dtype), most_kept)
-        kept_NV = None
+        at_once = known and vocabulary is WHOLE and has_gradient_per_token(head, ids_NK, call.options, wanted)
+        keep = known and not at_once and keeps_logits(head.tokens, head.vocab, LogitBytes.of(head.dtype), most_kept)
+        kept_NV = dx_NH = None
 
         def compute(ids_NK: Tensor, options: LogprobOptions) -> RowResults:
-            nonlocal kept_NV
+            nonlocal kept_NV, dx_NH
             if not head.vocab:
                 return of_no_column(head, ids_NK, options)
+            if at_once:
+                made = linear_logprobs_frozen(head, ids_NK, options, block_bytes)
+                dx_NH = made.dx_NH
+                return made.rows  # type: ignore[no-any-return]
             computed = linear_logprobs_fwd(head, ids_NK, options, keep, block_bytes)
             kept_NV = computed.kept_NV if keep else None
             return computed.rows  # type: ignore[no-any-return]
 
         results, saved = vocabulary.results(compute, ids_NK, call.options, call.lse)
         if any(wanted):
-            ctx.save_for_backward(*head[:3], kept_NV, call.index, *saved)
+            # The gradients of lse and entropy are not multiples of dx_NH. They compute the logits again.
+            one_gradient = at_once and not (call.lse or call.options.entropy)
+            ctx.save_for_backward(*((None,) * 3 if one_gradient else head[:3]), kept_NV, dx_NH, call.index, *saved)
         ctx.options, ctx.lse, ctx.vocabulary, ctx.tokens = call.options, call.lse, vocabulary, counted.tokens
         ctx.sizes, ctx.block_bytes = (ids_NK.shape[1], call.options.top_k), most_kept if keep else block_bytes
         ctx.set_materialize_grads(False)
@@ -96,9 +104,12 @@ class LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias, kept_NV, index, *saved = ctx.saved_tensors
+        hidden_NH, weight_VH, bias, kept_NV, dx_NH, index, *saved = ctx.saved_tensors
         head, wanted, counted = Head(hidden_NH, weight_VH, bias), ctx.wanted, CountedTokens(index, ctx.tokens)
         wanted_grads = [counted.take(grad) for grad in wanted_gradients(grads, ctx.options, ctx.lse)]
+        if dx_NH is not None and wanted_grads[1] is None and wanted_grads[2] is None:
+            u_N = upstream_of_ids(wanted_grads[0], saved[0], ctx.options)
+            return finished(dx_NH, u_N, counted, dx_NH.dtype), *(None,) * 5
         upstream, options = ctx.vocabulary.upstream(saved, wanted_grads, ctx.options, ctx.sizes)
         left = None
         if head.dtype == torch.float16 and head.tokens and head.vocab:
@@ -108,6 +119,24 @@ class LinearLogprobs(torch.autograd.Function):
         made = linear_logprobs_bwd(head, upstream, kept_NV, options, wanted, how)
         of_hidden = ctx.vocabulary.sum_hidden(made.dx_NH, left) if wanted.want_hidden else None
         return *head_gradients(made[:3], wanted, (of_hidden, left), counted, head.dtype), None, None, None
+
+
+def has_gradient_per_token(head: Head, ids_NK: Tensor, options: LogprobOptions, wanted: Wanted) -> bool:
+    """Whether hidden's gradient, the only one wanted, is a row per token times the gradient of its log-probability.
+
+    fp16 would need a loss scale before the upstream gradient is known. Under torch.compile a result that was asked for
+    and not used has an upstream gradient of zeros, so that the logits would be computed again.
+    """
+    one_id = ids_NK.shape[1] == 1 and not options.top_k and head.vocab > 0
+    return one_id and is_frozen(wanted) and head.dtype != torch.float16 and runs_eagerly(head.hidden_NH)
+
+
+def upstream_of_ids(dlogprob_N1: Tensor | None, ids_N1: Tensor, options: LogprobOptions) -> Tensor:
+    """The gradient of each token's one log-probability, (N,); 0 for a token that is left out, whatever its own is."""
+    left_out_N = ids_N1[:, 0] == options.ignore_index
+    if dlogprob_N1 is None:
+        return left_out_N.new_zeros(left_out_N.shape, dtype=torch.float32)
+    return dlogprob_N1[:, 0].masked_fill(left_out_N, 0.0)
 
 
 def of_no_column(head: Head, ids_NK: Tensor, options: LogprobOptions) -> RowResults:

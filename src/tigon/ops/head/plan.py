@@ -66,8 +66,8 @@ def plan_whole_rows(tokens: int, vocab: int, size: LogitBytes, block_bytes: int)
     """As `plan_blocks`, with all columns in a block, and as many logits at once as half of the bytes hold."""
     logit_tokens = max(min(block_bytes // 2 // (vocab * size.logits), _BLOCK_LOGIT_TOKENS), 1)
     most = (block_bytes - logit_tokens * vocab * size.logits) // (vocab * size.gradients)
-    n = even_chunk(tokens, most)
-    return BlockPlan(n, vocab, min(n, logit_tokens))
+    n = even_chunk(tokens, most if most < TILE else most // TILE * TILE)  # part of a tile takes as long as a whole one
+    return BlockPlan(n, vocab, even_chunk(n, logit_tokens))
 
 
 def keeps_logits(tokens: int, vocab: int, size: LogitBytes, most_bytes: int) -> bool:

@@ -12,6 +12,7 @@ from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
 from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, MATMUL_EFFICIENCY
+from tigon.planner.simulated_run import is_expandable
 from tigon.techniques.precision import number_format
 
 _WIDTH = 100
@@ -79,10 +80,14 @@ def _paragraphs(plan: Plan) -> Iterator[str]:
         f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} per fp32 copy. {logits_note}"
     )
     yield f"workspace    {gib(parts['workspace'])}: temporaries of the backward pass, and cuBLAS's two workspaces."
+    excess = "cached blocks that could not be reused."
+    if is_expandable(request, gpu):
+        excess = (
+            "pages that are partly in use. With expandable segments, which the run has, PyTorch returns the others."
+        )
     yield (
         f"reserved     {gib(result.peak_reserved_bytes)}: memory that PyTorch's caching allocator takes from the "
-        "device for these allocations in this order. The excess over allocated is cached blocks that could not be "
-        "reused."
+        f"device for these allocations in this order. The excess over allocated is {excess}"
     )
     if request.evaluated:
         yield (

@@ -104,20 +104,23 @@ def replay_evaluation(ledger: Ledger, tape: Tape) -> None:
     ledger.free_all(live.values())
 
 
-def offloaded(tape: Tape, *, leaving: int) -> Tape:
+def offloaded(tape: Tape, *, leaving: int, first_stays: bool) -> Tape:
     """The tape with each layer's input on the host between its two uses (techniques/checkpointing/host_offload.py).
 
     An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
     pass, or with it from `LARGE_BYTES` on.
+
+    first_stays: With frozen embeddings the input of the first layer is a leaf of autograd's graph, which holds it.
     """
     out = Tape(sizes=list(tape.sizes), components=list(tape.components))
     inputs = [block for block, component in enumerate(tape.components) if component == "checkpoints"]
-    returned: dict[int, int] = {}  # an input's block -> the block it returns to
+    stays = set(inputs[:1]) if first_stays else set()
+    returned: dict[int, int] = {block: block for block in stays}  # an input's block -> the block it returns to
     for segment in tape.segments:
         where, events = segment.where, list(segment.events)
         if where.layer is not None and where.phase == "forward":
             gone = where.layer - leaving
-            if 0 <= gone < len(inputs) - leaving:
+            if 0 <= gone < len(inputs) - leaving and inputs[gone] not in stays:
                 events.insert(0, ~inputs[gone])
         if where.phase == "backward":
             early = [] if where.layer is None else _returns(out, inputs, returned, where.layer, leaving)
@@ -195,7 +198,8 @@ def _hidden_bytes(tape: Tape, places: list[_Uses]) -> int:
 def _returns(out: Tape, inputs: list[int], returned: dict[int, int], layer: int, leaving: int) -> list[int]:
     """Events at the start of a layer's backward pass: inputs that still leave, and inputs that return for this layer
     and the next one. Adds the new blocks to `out` and `returned`."""
-    events = [~block for block in inputs[-leaving:]] if layer == len(inputs) - 1 else []
+    waiting = [block for block in inputs[-leaving:] if block not in returned]
+    events = [~block for block in waiting] if layer == len(inputs) - 1 else []
     ahead = (layer, layer - 1) if out.sizes[inputs[0]] < LARGE_BYTES else (layer,)
     for number in ahead:
         if 0 <= number < len(inputs) and inputs[number] not in returned:

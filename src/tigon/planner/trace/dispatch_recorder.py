@@ -318,9 +318,20 @@ def _chunked_loss(args: Mapping[str, Any]) -> float:
     return flops
 
 
+def _of_exponentials(args: Mapping[str, Any]) -> float:
+    """FLOPs of the gradient of hidden or of the weight, from exponentials that the forward kept."""
+    other = args["weight"] if "weight" in args else args["hidden"]
+    return float(2 * math.prod(args["e"].shape) * other.shape[1])
+
+
 def _logprobs(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits."""
     return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0])
+
+
+def _logprobs_frozen(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits and of hidden's gradient."""
+    return 2.0 * _logprobs(args)
 
 
 def _logprobs_gradients(args: Mapping[str, Any]) -> float:
@@ -332,6 +343,11 @@ def _logprobs_gradients(args: Mapping[str, Any]) -> float:
 def _divergence(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits of p and q."""
     return sum(_side_flops(args, side) for side in _SIDES)
+
+
+def _divergence_frozen(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits of p and q, and of the requested gradients of their hidden states."""
+    return float(sum(_side_flops(args, side) * (1 + args[f"{side}_want_hidden"]) for side in _SIDES))
 
 
 def _divergence_gradients(args: Mapping[str, Any]) -> float:
@@ -401,9 +417,13 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::grouped_product": _grouped_product,
     "tigon::grouped_weight_gradient": _grouped_weight_gradient,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
+    "tigon::linear_cross_entropy_exp_hidden_grad": _of_exponentials,
+    "tigon::linear_cross_entropy_exp_weight_grad": _of_exponentials,
     "tigon::linear_logprobs_fwd": _logprobs,
+    "tigon::linear_logprobs_frozen": _logprobs_frozen,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
     "tigon::linear_kl_fwd": _divergence,
+    "tigon::linear_kl_frozen": _divergence_frozen,
     "tigon::linear_kl_bwd": _divergence_gradients,
     "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
     "tigon::varlen_attention_bwd": _varlen_attention(5),

@@ -10,6 +10,7 @@ document_mixing.py     a model that mixes the documents of a packed sample. It r
 recipe_warnings.py     allowed settings without an effect, such as a warm-up longer than the run. It warns.
 self_test.py           a kernel that gives wrong results on this GPU. It leaves the op out of the patch, and warns.
 prediction.py          a run that needs more memory than the GPU has. It warns before the run, and names what fits.
+segments.py            PyTorch's expandable segments, which the plan counts with: it switches them on.
 nan_guard.py           a loss or gradient that is not finite. It skips the step, so that no weight changes.
 system_limits.py       the system's limits on open files, file size and memory. It raises the first, and
                        explains a run that reaches another.

@@ -18,11 +18,6 @@ from tigon.trainer import model as models
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-BITSANDBYTES = "bitsandbytes"
-FP8 = "fp8"
-_KNOWN_METHODS = (BITSANDBYTES, "mxfp4", FP8)
-"""Values of `quant_method` in the config of a checkpoint that tigon trains."""
-
 
 def check(objective: Objective, config: PreTrainedConfig, settings: Settings) -> tuple[str, ...]:
     """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
@@ -65,44 +60,59 @@ def check_quantized(name: str, config: PreTrainedConfig, settings: Settings) -> 
     Raises:
         RecipeError: The message names the keys.
     """
-    stored = getattr(config, "quantization_config", None) or {}
-    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    from tigon.techniques.lora import stored_weights  # loads transformers
+
+    stored = stored_weights.of(config)
     method = stored.get("quant_method")
-    if method is not None and method not in _KNOWN_METHODS:
+    if method is None:
+        return
+    method = str(getattr(method, "value", method))
+    if method not in stored_weights.KNOWN:
         raise RecipeError(
             f"model.name: {name} stores its weights with {method}, over which tigon does not train; name the "
             "checkpoint in 16 bits, of which lora.quantize: true makes 4-bit weights"
         )
-    if method == FP8 and settings.lora.quantize:
-        raise RecipeError(
-            f"model.name: {name} stores its weights in FP8, and transformers does not quantise them once more; set "
-            "lora.quantize: false to train adapters over the same weights in 16 bits, or name the checkpoint in 16 bits"
-        )
-    if method == FP8 and settings.sharding.zero == 3:
-        raise RecipeError(
-            f"model.name: {name} stores its weights in FP8, and tigon has not tried to read them into the parts of "
-            "ZeRO-3; set sharding.fsdp: true instead of sharding.zero, or name the checkpoint in 16 bits"
-        )
-    if method == BITSANDBYTES and stored.get("load_in_8bit") and settings.sharding.fsdp:
+    if words := stored_weights.AS_DENSE.get(method):
+        _check_read_as_dense(f"model.name: {name} stores its weights {words}", method, settings)
+    if method == stored_weights.BITSANDBYTES and stored.get("load_in_8bit") and settings.sharding.fsdp:
         raise RecipeError(
             f"model.name: {name} stores its weights in 8 bits, and FSDP2 divides no integers; set sharding.fsdp: "
             "false, or name the checkpoint in 4 or 16 bits"
         )
-    if method == BITSANDBYTES and not settings.lora.used:
+    if method == stored_weights.BITSANDBYTES and not settings.lora.used:
         raise RecipeError(
             f"model.name: {name} stores its weights with {method}, and integers get no gradient; set lora.rank: "
             f"{lora.DEFAULT_RANK}, or name the checkpoint in 16 bits"
         )
 
 
-def fp8_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
-    """A warning if a checkpoint stores its weights in FP8, because the run takes twice their bytes or more."""
-    from tigon.techniques.lora import mxfp4_experts  # loads transformers
+def _check_read_as_dense(subject: str, method: str, settings: Settings) -> None:
+    """Refuse settings that do not go with a checkpoint read as dense weights. subject: How the message begins."""
+    from tigon.techniques.lora import stored_weights  # loads transformers
 
-    if mxfp4_experts.quant_method_of(config) != FP8:
+    if settings.lora.quantize:
+        raise RecipeError(
+            f"{subject}, and transformers does not quantise them once more; set lora.quantize: false to train adapters "
+            "over the same weights in 16 bits, or name the checkpoint in 16 bits"
+        )
+    if settings.sharding.zero == 3:
+        raise RecipeError(
+            f"{subject}, and tigon has not tried to read them into the parts of ZeRO-3; set sharding.fsdp: true "
+            "instead of sharding.zero, or name the checkpoint in 16 bits"
+        )
+    if missing := stored_weights.unreadable(method):
+        raise RecipeError(f"{subject}, and {missing}, or name the checkpoint in 16 bits")
+
+
+def read_as_dense_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...]:
+    """A warning if quantised weights are read as dense ones, because the run then takes more than their bytes."""
+    from tigon.techniques.lora import stored_weights  # loads transformers
+
+    words = stored_weights.AS_DENSE.get(stored_weights.of(config).get("quant_method") or "")
+    if words is None:
         return ()
     return (
-        f"model.name: {name} stores its weights in FP8; they are read in the dtype of a 16-bit checkpoint's, and the "
+        f"model.name: {name} stores its weights {words}; they are read in the dtype of a 16-bit checkpoint's, and the "
         "plan counts them so",
     )
 

@@ -36,7 +36,7 @@ from tigon.techniques import SEARCHES
 from tigon.techniques.keys.settings import Settings
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import preflight, segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -316,7 +316,8 @@ def out_of_memory(error: BaseException, setup: Setup, prediction: Prediction | N
         sentences.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
     if match := _REQUESTED.search(str(error)):
         sentences.append(f"the last allocation requested {match[1]}")
-    sentences += _fragmentation_hint(str(error), command)
+    if not segments.used(setup.settings, setup.device):
+        sentences += _fragmentation_hint(str(error), command)
     if prediction is None:
         return "; ".join([*sentences, "lower one of the two, or set train.checkpointing: full"])
     needed = prediction.option.estimate.device_bytes

@@ -105,7 +105,7 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
         trainer.add_callback(SameLayers(trainer))  # GRPO's reference, which TRL loads
     if hasattr(trainer, "generation_config"):
         trainer.generator = _generator(trainer, setup)
-        trainer.completions_line = _completions_line(trainer, setup)
+        trainer.completions_line = trainer.generator if isinstance(trainer.generator, str) else ""
     return trainer
 
 
@@ -134,18 +134,6 @@ def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
         if chosen == "tigon":
             raise RecipeError(f"post_training.generator: {error} Set generator: transformers.") from None
         return f"completions  transformers' generate, because {error}"
-
-
-def _completions_line(trainer: GuardedTrainer, setup: Setup) -> str:
-    """A line for the user on what writes the completions; empty if there is nothing to say."""
-    if isinstance(trainer.generator, str):
-        return trainer.generator
-    if trainer.args.device.type != "cuda" or not setup.settings.train.precision.startswith("amp"):
-        return ""
-    return (
-        "completions  tigon's generator under autocast, which is not measured on a GPU yet; "
-        "post_training.generator: transformers is the way back"
-    )
 
 
 def _other_models(spec: TrlTraining, setup: Setup, run: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tigon.techniques.lora import lora
 from tigon.trainer import model
 from tigon.trainer.distributed import launch, torchrun
 from tigon.trainer.folder.run_folder import RunFolder
+from tigon.trainer.guards import segments
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared
 from tigon.trainer.report import labels
@@ -41,7 +42,9 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         what = "completions" if prepared.objective.trl and prepared.objective.trl.scores else "rows"
         per_step = f"{samples_per_step:,} {what} per step"
         counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
-    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.settings))
+    techniques = [name for name, row in TECHNIQUES.items() if row.used_by(prepared.settings)]
+    if segments.used(prepared.settings, prepared.device):
+        techniques.append("expandable segments of PyTorch's allocator")
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {model.described(recipe.model)}, {in_parameters(prepared.n_parameters)}, "
@@ -52,7 +55,7 @@ def announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         *_kept_line(prepared),
         f"steps    {prepared.size_words}",
         f"device   {prepared.device}, {prepared.settings.train.precision}, {per_step}",
-        f"memory   {techniques}",
+        f"memory   {', '.join(techniques)}",
         *_adapters_line(prepared),
         *([f"disks    all machines share {run.path}"] if launch.has_several_nodes() else []),
         *torchrun.restart_line(),
