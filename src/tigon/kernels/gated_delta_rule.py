@@ -277,7 +277,7 @@ def tiles(x):
     shared = _launch.shared_bytes(x.device.index)
     if shared >= 200 << 10:
         return 32, 64, 3
-    return (32 if shared >= 96 << 10 else 16), 32, 1
+    return (32, 32, 1) if shared >= 96 << 10 else (16, 16, 1)
 
 
 def chunks_of(cu_seqlens, B, T, chunk):

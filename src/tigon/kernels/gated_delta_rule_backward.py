@@ -17,6 +17,7 @@ from tigon.kernels.gated_delta_rule import (
     tile,
 )
 
+
 @triton.jit
 def du_kernel(
     DO,  # (tokens, HEADS, VALUES)
