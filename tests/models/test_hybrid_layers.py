@@ -168,8 +168,17 @@ def test_report_of_patch_says_that_the_backward_is_refused(monkeypatch: pytest.M
     library(monkeypatch, hybrid_layers.DELTA_RULE)
     monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
-    text = str(patch(model_of("qwen3_5_text")))
+    text = str(patch(model_of("qwen3_5_text"), convolution=False))
     assert text.count("note: gated delta rule (3 layers) cannot train: flash-linear-attention refuses") == 1
+
+
+def test_op_takes_the_place_of_a_library_that_refuses_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, hybrid_layers.DELTA_RULE)
+    assert patch(model_of("qwen3_5_text")).layer_paths[0].runs == hybrid_layers.DELTA_RULE.library
+    monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    report = patch(model_of("qwen3_5_text"))
+    assert report.layer_paths[0].runs == TIGON and "cannot train" not in str(report)
 
 
 def test_amd_gpu_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,13 +83,13 @@ def test_planner_counts_what_the_launches_allocate() -> None:
     kernels = importlib.import_module("tigon.kernels.gated_delta_rule")
     backward = importlib.import_module("tigon.kernels.gated_delta_rule_backward")
     q, k, v, g, beta = inputs(64, 0.0, 0.5)
-    with kernels_on_the_cpu(), Allocated() as forward:
+    with kernels_on_the_cpu(), Allocated() as forward:  # type: ignore[no-untyped-call]
         o, _, gamma, inverse = kernels.gated_delta_rule_fwd(q, k, v, g, beta, None, None, 1.0, False)
     scratch = scratch_bytes(1)
     given = (q, k, v, g, beta, None, None, 1.0, False)
     kept = sum(x.numel() * x.itemsize for x in (o, gamma, inverse))
     assert forward.total == kept + scratch["tigon::gated_delta_rule_fwd"](given)
-    with kernels_on_the_cpu(), Allocated() as back:
+    with kernels_on_the_cpu(), Allocated() as back:  # type: ignore[no-untyped-call]
         results = backward.gated_delta_rule_bwd(o, None, q, k, v, gamma, beta, inverse, None, None, 1.0)
     made = sum(x.numel() * x.itemsize for x in results[2:5])  # dq and dk are sums over heads
     assert back.total == made + scratch["tigon::gated_delta_rule_bwd"]((o, None, q, k, v, gamma))

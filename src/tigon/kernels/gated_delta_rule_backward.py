@@ -17,8 +17,6 @@ from tigon.kernels.gated_delta_rule import (
     tile,
 )
 
-NARROW = 64  # columns of K that the last kernel takes at once: all 128 would spill
-
 
 @triton.jit
 def du_kernel(
@@ -323,6 +321,7 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
         HAS_DFINAL=dfinal is not None,
         WANT_DSTATE=dstate is not None,
     )
+    # All 128 columns of K at once would spill registers.
     p.per_chunk(
         gradients_kernel,
         k,
@@ -346,7 +345,7 @@ def gated_delta_rule_bwd(do, dfinal, q, k, v, gamma, beta, inverse, state, cu_se
         **shared,
         stride_v=v.stride(1),
         **scaled,
-        **{**sizes, "BLOCK": min(p.block, NARROW)},
+        **{**sizes, "BLOCK": min(p.block, p.columns)},
     )
     if p.group > 1:
         dq, dk = (x.unflatten(2, (-1, p.group)).sum(3) for x in (dq, dk))
