@@ -17,7 +17,7 @@ from tigon.techniques.keys.sharding import AUTO_METHOD, RING, ULYSSES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-METHOD = "sharding.sequence_method"
+KEY, METHOD = "sharding.sequence", "sharding.sequence_method"
 WORDS = {ULYSSES: "Ulysses", RING: "a ring"}
 S = TypeVar("S", bound=Settings)
 
