@@ -138,7 +138,7 @@ def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fi
 
 
 def test_attentions_results_go_to_the_host_if_that_is_faster_than_any_recomputation_that_fits() -> None:
-    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 65536}
+    shape = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 512, "max_position_embeddings": 65536}
     settings = {"precision": "bf16", "kernels": "tigon", "lora_rank": 2}
 
     def chosen(request: Request, **how: Any) -> str:

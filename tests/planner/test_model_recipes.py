@@ -44,6 +44,23 @@ def test_every_recipe_stands_in_the_table_and_belongs_to_a_model_and_method():
     assert known == set(FILES)
 
 
+def test_table_by_class_of_gpu_names_the_largest_recipe_that_fits():
+    """A link or a name such as `12gb` in each cell, or a dash where no recipe fits."""
+    page = (ROOT / model_recipes.PAGE).read_text(encoding="utf-8")
+    lines = [line for line in page.partition("## All recipes")[0].splitlines() if line.startswith("| ")]
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")][1:] == [f"{gb} GB" for gb in model_recipes.CLASSES]
+    for line in lines[1:]:
+        _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found = re.search(r"recipes/models/([^/]+)/([a-z]+)-", line)
+        assert found is not None, line
+        has = sorted(
+            model_recipes.memory_class(Path(name)) for name in FILES if name.startswith("/".join(found.groups()))
+        )
+        for gb, cell in zip(model_recipes.CLASSES, cells, strict=True):
+            fitting = [each for each in has if each <= gb]
+            assert cell.strip("[").partition("]")[0] == (f"{fitting[-1]}gb" if fitting else "–"), (line, gb)
+
+
 def test_every_model_has_a_recipe_for_each_of_its_methods():
     names = {(path.split("/")[0], path.split("/")[1].rpartition("-")[0]) for path in FILES}
     assert names == {(model.name, method) for model in model_recipes.MODELS for method in model.methods}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.gpus import MIB, Gpu
-from tigon.techniques.checkpointing.checkpointing import KEPT_ON_HOST, OFFLOAD
+from tigon.planner.simulate.allocator import waits_on_host
 from tigon.techniques.keys.settings import Settings
 
 HOST_COPIES_BYTES = 208 * MIB
@@ -30,8 +30,7 @@ HOST_COPIES_BYTES = 208 * MIB
 def non_allocator_bytes(gpu: Gpu, settings: Settings) -> int:
     """Memory outside the allocator of one process that trains with these settings."""
     engine = engine_of(settings)
-    on_host = settings.train.checkpointing in (OFFLOAD, KEPT_ON_HOST) or settings.lora.base_offload
-    copies = HOST_COPIES_BYTES if on_host and not engine.joins_a_group else 0
+    copies = HOST_COPIES_BYTES if waits_on_host(settings) and not engine.joins_a_group else 0
     return gpu.context_bytes + copies + group_bytes(gpu, settings) + engine.library_bytes(gpu)
 
 

@@ -60,11 +60,14 @@ def sets_expandable_segments(settings: Settings, gpu: Gpu | None) -> bool:
         settings: The run's techniques.
         gpu: The planner's row; None: an NVIDIA GPU.
     """
-    on_host = settings.train.checkpointing in (OFFLOAD, KEPT_ON_HOST) or settings.lora.base_offload
-    sharding = settings.sharding
-    alone = sharding.gpus == 1 and sharding.zero == 0 and not sharding.fsdp
+    alone = settings.sharding.gpus == 1 and not settings.sharding.divides_states
     nvidia = gpu is None or gpu.arch >= (7, 0)
-    return on_host and alone and nvidia and sys.platform != "win32" and given_settings() is None
+    return waits_on_host(settings) and alone and nvidia and sys.platform != "win32" and given_settings() is None
+
+
+def waits_on_host(settings: Settings) -> bool:
+    """Whether activations or frozen layers wait in host memory for their use."""
+    return settings.train.checkpointing in (OFFLOAD, KEPT_ON_HOST) or settings.lora.base_offload
 
 
 @dataclass(eq=False, slots=True)
