@@ -32,7 +32,7 @@ from tigon.techniques.head_groups import Attend, check_has_attention, check_text
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
-from tigon.techniques.sequence_parallel.method import KEY, METHOD, divisible_heads, resolved
+from tigon.techniques.sequence_parallel.method import KEY, METHOD, divisible_heads, instead_of_ring, resolved
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def check(config: PreTrainedConfig, settings: Settings) -> None:
         if dropout := getattr(config, "attention_dropout", 0):
             raise RecipeError(
                 f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
-                f"0 instead of {dropout}, or {METHOD}: ulysses"
+                f"0 instead of {dropout}, or {instead_of_ring(settings, config)}"
             )
     elif n_heads % size or n_key_heads % size:
         raise RecipeError(
