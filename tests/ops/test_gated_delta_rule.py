@@ -62,6 +62,36 @@ def test_documents_are_computed_as_if_each_were_alone() -> None:
     torch.testing.assert_close(together[1], torch.cat(finals))
 
 
+def test_state_in_fp32_may_begin_a_sequence_in_fp64() -> None:
+    given = [x.double() for x in inputs(5, 0.0, 0.5)]
+    state = torch.randn(1, 2, 16, 16, requires_grad=True)
+    o, final = gated_delta_rule(*given, initial_state=state, output_final_state=True)
+    expected, _ = gated_delta_rule_oracle(*given, initial_state=state)
+    torch.testing.assert_close(o, expected)
+    assert final is not None and final.dtype is torch.float64
+    (gradient,) = torch.autograd.grad(o.sum(), state)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), state)[0])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: there are no kernels on this platform")
+def test_kernels_read_rows_of_one_token_that_lie_as_one_row_of_tokens() -> None:
+    """PyTorch calls (B, 1, H, K) contiguous whatever the distance of its tokens, which is that of rows here."""
+    device = "cuda" if HAS_GPU else "cpu"
+    q, k, v, g, beta = (x.to(device) for x in inputs(3, 0.0, 0.5))
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    assert k.is_contiguous() and k.stride(0) != k.stride(1)
+    g, beta = (x.transpose(0, 1).contiguous() for x in (g, beta))
+    with nullcontext() if HAS_GPU else kernels_on_the_cpu():
+        o, _ = gated_delta_rule(q, k, v, g, beta)
+    torch.testing.assert_close(o, gated_delta_rule_oracle(q, k, v, g, beta)[0])
+
+
+@pytest.mark.parametrize("bounds", [(), (0, 4), (1, 5), (0, 3, 2, 5), (0, 6)])
+def test_documents_that_do_not_fill_the_row_are_refused(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match="cu_seqlens is"):
+        gated_delta_rule(*inputs(5, 0.0, 0.5), cu_seqlens=torch.tensor(bounds, dtype=torch.int64))
+
+
 def test_wider_keys_than_the_kernels_hold_are_refused() -> None:
     q = torch.randn(1, 3, 1, MAX_WIDTH + 1)
     v, g = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1)

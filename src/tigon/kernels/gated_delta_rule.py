@@ -296,7 +296,8 @@ def rows_of(x):
     """x (B, T, heads, D) with all heads of a token in one piece, and the tokens of all rows at one distance."""
     B, T, heads, D = x.shape
     fits = x.stride(3) == 1 and (heads == 1 or x.stride(2) == D) and (B == 1 or x.stride(0) == T * x.stride(1))
-    return x if fits or not x.numel() else x.contiguous()
+    # `contiguous` would return x itself if T is 1, whatever the distance of its tokens.
+    return x if fits or not x.numel() else x.clone(memory_format=torch.contiguous_format)
 
 
 class Problem:

@@ -270,7 +270,8 @@ def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
     """What runs this kind's part of a layer of this class."""
     seams = [vars(part).get("_tigon_seam") for part in layer.__mro__]
     of_states = [seam for seam in seams if seam is not None and seam.flag == "convolution"]
-    if of_states and (kind is CONVOLUTION or (kind is DELTA_RULE and of_states[0].rule)):
+    replaced = {CONVOLUTION: "convolves", DELTA_RULE: "rule"}.get(kind)
+    if replaced is not None and any(getattr(seam, replaced) for seam in of_states):
         return TIGON
     for part in layer.__mro__:
         bound = getattr(sys.modules.get(part.__module__), kind.function, part)

@@ -31,7 +31,11 @@ OPTIONAL_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
     {
         "experts": (ExpertsOpSeam(), ExpertsLoraSeam()),
         "router": ROUTERS,
-        CONVOLUTION_FLAG: (ConvolutionSeam(rule=True), ConvolutionSeam()),
+        CONVOLUTION_FLAG: (
+            ConvolutionSeam(rule=True),
+            ConvolutionSeam(rule=True, convolves=False),
+            ConvolutionSeam(),
+        ),
     }
 )
 

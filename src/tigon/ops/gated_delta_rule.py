@@ -108,9 +108,10 @@ def _after(state: Tensor, k: Tensor, u: Tensor, gamma: Tensor) -> Tensor:
 
 
 def _first_state(state: Tensor | None, v: Tensor, at: slice, K: int) -> Tensor:
+    dtype = torch.promote_types(v.dtype, torch.float32)
     if state is not None:
-        return _wide(state[at])
-    return _wide(v).new_zeros((at.stop - at.start, v.shape[2], K, v.shape[3]))
+        return state[at].to(dtype)
+    return v.new_zeros((at.stop - at.start, v.shape[2], K, v.shape[3]), dtype=dtype)
 
 
 def _fwd_reference(
@@ -173,7 +174,7 @@ def _bwd_reference(
             k_c, v_c, gamma_c, beta_c, x = _of_chunk(at, k, v, gamma, beta, inverse)
             u = _corrections(s, k_c, v_c, gamma_c, beta_c, x)
             s = _after(s, k_c, u, gamma_c)
-        ds = torch.zeros_like(s) if dfinal is None else _wide(dfinal[sequences])
+        ds = torch.zeros_like(s) if dfinal is None else dfinal[sequences].to(s.dtype)
         for at, s in zip(reversed(chunks), reversed(states), strict=True):
             k_c, v_c, gamma_c, beta_c, x = _of_chunk(at, k, v, gamma, beta, inverse)
             given = (_heads_first(do, at), _heads_first(q, at, G // H), k_c, v_c, gamma_c, beta_c, x)
@@ -280,6 +281,28 @@ def _bwd_fake(
     )
 
 
+def _check_bounds(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *_: object,
+) -> None:
+    """Raise ShapeError unless the documents fill the row. A GPU's values are not read, because that waits for it."""
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return
+    bounds, T = cu_seqlens.tolist(), v.shape[1]
+    if bounds[0] != 0 or bounds[-1] != T or any(begin > end for begin, end in itertools.pairwise(bounds)):
+        raise ShapeError(f"cu_seqlens is {_shortened(bounds)}; it must rise from 0 to {T}, the number of tokens.")
+
+
+def _shortened(bounds: list[int]) -> str:
+    return str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
+
+
 def _complete_fwd(results: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Any:
     o, final, gamma, inverse = results
     return o, gamma.new_empty(0) if final is None else final, gamma, inverse
@@ -296,6 +319,7 @@ gated_delta_rule_fwd = Primitive(
     kernel=f"{KERNELS}:gated_delta_rule_fwd",
     complete=_complete_fwd,
     fake=_fwd_fake,
+    check=_check_bounds,
 )
 gated_delta_rule_bwd = Primitive(
     "gated_delta_rule_bwd",
@@ -362,20 +386,21 @@ def gated_delta_rule(
     Args:
         q, k: (B, T, H, K), fp16, bf16, fp32 or fp64; never written to. Models normalise both per head beforehand.
         v: (B, T, G, V) in the same dtype. G is a multiple of H; each head of k serves G / H neighbours of v.
-        g: (B, T, G), at most 0: the logarithm of the decay of each token. fp32 is usual.
+        g: (B, T, G), finite and at most 0: the logarithm of the decay of each token. fp32 is usual.
         beta: (B, T, G): how much of the error of v a token corrects.
         scale: factor of the result; None for K^-0.5.
-        initial_state: (N, G, K, V): the state before the first token of each sequence. None for zeros.
+        initial_state: (N, G, K, V) in any of these dtypes: the state before the first token of each sequence. None for
+            zeros.
         output_final_state: whether to return the state after the last token of each sequence.
-        cu_seqlens: (N + 1,), whole numbers, for B = 1: where each document begins, and T. Each document begins with its
-            own state. None for B sequences of T tokens.
+        cu_seqlens: (N + 1,), int32 or int64, for B = 1: where each document begins, and T. Each document begins with
+            its own state. None for B sequences of T tokens. The values are checked on the CPU only.
 
     Returns:
         (B, T, G, V) in v's dtype, and (N, G, K, V) in fp32 (fp64 for fp64 inputs) or None.
 
     Raises:
-        ShapeError: a tensor has another shape or is on another device, K is over 128, or cu_seqlens is given for
-            several rows.
+        ShapeError: a tensor has another shape or is on another device, K is over 128, cu_seqlens is given for several
+            rows, or on the CPU it does not rise from 0 to T.
         DtypeError: a dtype is not supported, q, k and v differ in dtype, or some are fp64 and v is not.
         OptionError: scale is not a number.
         DoubleBackwardError: in backward, with create_graph=True.
@@ -405,8 +430,13 @@ def _check(
         raise ShapeError(
             f"k has {H} heads of {K} and v has {G}; the limit is heads of 1 ... {MAX_WIDTH}, and a multiple of them."
         )
-    if cu_seqlens is not None and (B != 1 or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
-        raise ShapeError(f"cu_seqlens needs one row and whole numbers (N + 1,); there are {B} rows.")
+    if cu_seqlens is not None and B != 1:
+        raise ShapeError(f"cu_seqlens is given for {B} rows; the limit is one. Put the rows one after another.")
+    if cu_seqlens is not None and (
+        cu_seqlens.ndim != 1 or not cu_seqlens.shape[0] or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        given = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        raise ShapeError(f"cu_seqlens is {given}; it must be (N + 1,) int32 or int64.")
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shapes = {"g": (g, (B, T, G)), "beta": (beta, (B, T, G)), "initial_state": (state, (sequences, G, K, V))}
     for name, (tensor, shape) in shapes.items():

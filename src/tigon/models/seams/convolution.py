@@ -68,12 +68,14 @@ def fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class ConvolutionSeam(Seam):
-    """A layer whose short convolution PyTorch runs.
+    """A layer whose short convolution or gated delta rule PyTorch runs, or a library that cannot train.
 
-    rule: whether the layer's gated delta rule becomes tigon's op too.
+    rule: whether the layer's gated delta rule becomes tigon's op.
+    convolves: whether its convolution does.
     """
 
     rule: bool = False
+    convolves: bool = True
     op: ClassVar[str] = "causal_conv1d"
     flag: ClassVar[str] = "convolution"
 
@@ -85,12 +87,18 @@ class ConvolutionSeam(Seam):
     def code(self, module: nn.Module) -> Callable[..., Any]:
         return function_of(type(module)) or type(module).forward
 
+    def op_for(self, module: nn.Module) -> str:
+        return self.op if self.convolves else "gated_delta_rule"
+
     def objection(self, module: nn.Module) -> str | None:
+        if self.rule and (reason := rule_objection(type(module)) or delta_rule.too_wide(module)):
+            return reason
+        return self._objection_to_convolution(module) if self.convolves else None
+
+    def _objection_to_convolution(self, module: nn.Module) -> str | None:
         runs = runs_in(CONVOLUTION, type(module))
         if runs != PYTORCH:
             return f"{runs} runs its convolution"
-        if self.rule and (reason := rule_objection(type(module)) or delta_rule.too_wide(module)):
-            return reason
         original = self.code(module)
         for width, silu in ((4, "silu"), (3, None)):
             reason = probe.disagreement(
@@ -107,7 +115,9 @@ class ConvolutionSeam(Seam):
         forward: Forward = base.forward
         owner = owner_of(forward, NAME)
         assert owner is not None  # candidate() would have said so
-        replacements = {NAME: fused(owner.__globals__[NAME])}
+        replacements: dict[str, Any] = {}
+        if self.convolves:
+            replacements[NAME] = fused(owner.__globals__[NAME])
         if self.rule:
             replacements[delta_rule.NAME] = delta_rule.fused(owner.__globals__[delta_rule.NAME])
         return {"forward": rebind(forward, owner, replacements)}
