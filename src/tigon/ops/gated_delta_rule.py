@@ -8,19 +8,30 @@ keeps the inputs, the sums of g, and one 64 x 64 matrix per chunk and head; it c
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Context, Differentiable, Primitive, check_dtype, check_number, first_order, planned
+from tigon.ops.dispatch import (
+    Context,
+    Differentiable,
+    Primitive,
+    check_dtype,
+    check_number,
+    first_order,
+    no_autocast,
+    planned,
+)
 
 KERNELS = "tigon.kernels.gated_delta_rule"
 CHUNK = 64
+_R = TypeVar("_R")
 
 # B rows, T tokens, H heads of q and k, of K numbers; G heads of v, of V numbers; C tokens of a chunk.
 
@@ -114,6 +125,18 @@ def _first_state(state: Tensor | None, v: Tensor, at: slice, K: int) -> Tensor:
     return v.new_zeros((at.stop - at.start, v.shape[2], K, v.shape[3]), dtype=dtype)
 
 
+def _in_its_dtypes(body: Callable[..., _R]) -> Callable[..., _R]:
+    """The body without autocast, whose 16-bit products it must not have."""
+
+    @functools.wraps(body)
+    def run(x: Tensor, *rest: object) -> _R:
+        with no_autocast(x):
+            return body(x, *rest)
+
+    return run
+
+
+@_in_its_dtypes
 def _fwd_reference(
     q: Tensor,
     k: Tensor,
@@ -151,6 +174,7 @@ def _fwd_reference(
     return results
 
 
+@_in_its_dtypes
 def _bwd_reference(
     do: Tensor,
     dfinal: Tensor | None,
