@@ -81,7 +81,7 @@ def test_nearest_run_is_the_planned_and_the_measured_peak_of_a_record() -> None:
     assert what_fits.nearest("8B, QLoRA") == "–"
     assert what_fits.nearest("8B, LoRA") == "21.83 / 22.27"
     assert what_fits.nearest("1B, LoRA") == "–"
-    assert what_fits.nearest("70B, QLoRA, layers on the host") == "13.84 / 13.82"
+    assert what_fits.nearest("70B, QLoRA, layers on the host") == "13.86 / 13.86"
 
 
 def test_table_shows_a_dash_where_nothing_fits() -> None:

@@ -369,16 +369,18 @@ def test_attention_on_the_host_is_computed_forward_once() -> None:
 
 @pytest.mark.second_proof("other tests plan the checkpointing, the groups and the segments that this row needs")
 def test_half_a_million_tokens_of_a_1b_fit_24_gib_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100 attention in 8 groups ran out of memory, and in 16 groups it fitted."""
     monkeypatch.setenv(ALLOCATOR_SETTINGS, "expandable_segments:True")
     config = load_config("llama-3.2-1b")
     config.max_position_embeddings = 524288
-    pieces = {"mlp_tile_tokens": 4096, "attention_groups": 8}
     needed = {}
-    for kind in ("offload", "offload-attention"):
-        settings = settings_of({"train.precision": "bf16", "train.checkpointing": kind, **pieces})
+    for kind, groups in (("offload", 16), ("in 8 groups", 8), ("offload-attention", 16)):
+        keys = {"train.precision": "bf16", "train.checkpointing": "offload-attention" if groups == 8 else kind}
+        settings = settings_of({**keys, "mlp_tile_tokens": 4096, "attention_groups": groups})
         request = Request(model="llama-3.2-1b", config=config, batch=1, seq=524288, settings=settings)
         needed[kind] = estimate(request, gpu=find_gpu("h100"), evaluation=False)
-    assert needed["offload"].device_bytes > 24 * GIB > needed["offload-attention"].device_bytes
+    assert min(needed["offload"].device_bytes, needed["in 8 groups"].device_bytes) > 24 * GIB
+    assert needed["offload-attention"].device_bytes < 24 * GIB
     assert needed["offload-attention"].host_bytes == 16 * (2 * 2 * GIB + 64 * MIB)  # inputs, outputs, log-sum-exps
     assert needed["offload-attention"].step_s < 0.85 * needed["offload"].step_s
 
