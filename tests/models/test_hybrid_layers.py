@@ -112,19 +112,14 @@ def test_kernels_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_of_patch_names_the_layers_with_a_state_and_what_runs_them() -> None:
     report = patch(model_of("qwen3_5_text"))
-    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, TIGON), (CONV, TIGON)]
+    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, PYTORCH), (CONV, TIGON)]
     text = str(report)
-    assert "layers with a state\n       3  gated delta rule       tigon\n" in text
-    assert "install kernels" not in text
+    assert "layers with a state\n       3  gated delta rule       PyTorch\n" in text
+    assert text.count("install kernels: pip install flash-linear-attention") == 1
     assert report.to_dict()["layer_paths"][0] == {
-        "kind": DELTA, "layers": 3, "runs": TIGON, "library": "flash-linear-attention",
+        "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
     }  # fmt: skip
     assert "layers with a state" not in str(patch(model_of("llama")))
-
-
-def test_report_of_patch_says_what_to_install_for_layers_without_an_op() -> None:
-    text = str(patch(model_of("kimi_linear")))
-    assert text.count("install kernels: pip install flash-linear-attention") == 1
 
 
 @pytest.mark.parametrize(

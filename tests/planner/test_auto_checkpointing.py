@@ -138,7 +138,7 @@ def test_inputs_of_layers_go_to_the_host_only_if_recomputation_alone_does_not_fi
 
 
 def test_attentions_results_go_to_the_host_if_that_is_faster_than_any_recomputation_that_fits() -> None:
-    shape = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 65536}
+    shape = {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 512, "max_position_embeddings": 65536}
     settings = {"precision": "bf16", "kernels": "tigon", "lora_rank": 2}
 
     def chosen(request: Request, **how: Any) -> str:
@@ -180,7 +180,9 @@ def test_layers_become_graphs_only_where_nothing_forbids_them() -> None:
 
     request = asked(precision="bf16")
     assert graphs(request) and not graphs(request, beside=Beside())
-    assert not graphs(request, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than the CPU"
+    assert graphs(request, gpu=replace(gpu, host_s=0.0)), "a slower host than the GPU's record would wait"
+    long = replace(request, batch=256, seq=512)
+    assert not graphs(long, gpu=replace(gpu, host_s=0.0)), "the GPU is slower than any host that was measured"
     assert graphs(asked(precision="bf16", lora_rank=2))
     in_4_bits = asked(precision="bf16", lora_rank=2)
     assert graphs(replace(in_4_bits, settings=in_4_bits.settings.having({"lora.quantize": True})))

@@ -207,12 +207,17 @@ def test_answer_of_a_repeated_plan_is_printed_from_its_file(printed: Any) -> Non
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("COLUMNS", "71"), ("FORCE_COLOR", "1"), ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")],
+    [
+        ("COLUMNS", "71"),
+        ("FORCE_COLOR", "1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+    ],
 )
 def test_answer_depends_on_the_environment(
     name: str, value: str, printed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("COLUMNS", "FORCE_COLOR", "PYTORCH_CUDA_ALLOC_CONF"):
+    for each in ("COLUMNS", "FORCE_COLOR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     printed("tigon-demo")
     monkeypatch.setenv(name, value)

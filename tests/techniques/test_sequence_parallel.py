@@ -301,7 +301,12 @@ def test_mask_separates_documents_and_is_absent_for_one_document() -> None:
         ),
         ({"layer_types": ["sliding_attention", "full_attention"]}, {}, r"layers of sliding_attention"),
         ({"sliding_window": 8}, {}, r"sliding window of 8"),
-        ({"attention_dropout": 0.1}, {"sequence_method": "ring"}, r"dropout; set model.config.attention_dropout: 0"),
+        (
+            {"attention_dropout": 0.1},
+            {"sequence_method": "ring"},
+            r"dropout; set model.config.attention_dropout: 0 instead of 0.1, or sharding.sequence_method: ulysses",
+        ),
+        ({"attention_dropout": 0.1}, {"gpus": 4, "sequence_shards": 4}, r"instead of 0.1, or sharding.sequence: 2"),
         ({"output_router_logits": True}, {}, r"router's loss is not a sum over tokens"),
     ],
 )

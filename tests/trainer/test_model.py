@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tigon.data.tokenizer import load_tokenizer, train_bpe
 from tigon.errors import RecipeError
+from tigon.models.loading.auto_class import refuse_attention
 from tigon.recipe.keys import ModelConfig
 from tigon.trainer import engine, model
 from tigon.trainer.guards import nan_guard
@@ -233,3 +235,18 @@ def test_model_without_sdpa_names_the_attention_that_it_has(recipe, tigon, here)
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_local_experts": 4, "vocab_size": 512}
     line = tigon("train", recipe(model={"name": "gpt-oss-20b", "config": small})).error_line()
     assert "model.attention: transformers has no sdpa for gpt-oss-20b; set model.attention: eager" in line
+
+
+@pytest.mark.parametrize(
+    ("attention", "text", "said"),
+    [
+        ("flash_attention_2", "FlashAttention2 has been toggled on, but flash_attn seems to be not installed", True),
+        ("flash_attention_2", "lab/M-Flash has no file named config.json", False),
+        ("sdpa", "lab/M-Flash has no file named config.json; flash weights are elsewhere", False),
+        ("sdpa", "an attention implementation through torch.nn.functional.scaled_dot_product_attention", True),
+    ],
+)
+def test_attention_is_named_only_where_it_is_the_cause(attention, text, said):
+    """A model may be named Flash, and another fault may name it."""
+    with pytest.raises(RecipeError, match=r"model\.attention: ") if said else contextlib.nullcontext():
+        refuse_attention("lab/M-Flash", attention, ValueError(text))

@@ -10,10 +10,13 @@ import pytest
 import torch
 from test_technique_runs import cut_back, fsdp_rank, need, succeeds, zero_rank
 from trainer_helpers import TINY_MODEL, assert_same_losses, losses, records
+from transformers import MambaConfig
 
 from forks import forks
 from tigon.errors import RecipeError
+from tigon.recipe.keys import Recipe
 from tigon.techniques.sequence_parallel import ring_attention
+from tigon.trainer.guards import auto_sequence
 from tigon.trainer.run import train
 
 MODEL = {"kernels": "tigon", "config": {**TINY_MODEL, "num_attention_heads": 4, "num_key_value_heads": 2}}
@@ -101,6 +104,12 @@ def test_ring_over_packed_documents_is_refused(recipe, tigon):
     ring = ("sharding.gpus=2", "sharding.sequence=2", "sharding.sequence_method=ring")
     outcome = tigon("train", recipe(model=MODEL), *(word for text in ring for word in ("--set", text)))
     assert "ring has no mask that separates packed documents" in outcome.error_line()
+
+
+def test_model_without_attention_is_refused_before_a_method_is_chosen():
+    recipe = Recipe().having({"sharding.gpus": 2, "sharding.sequence": 2})
+    with pytest.raises(RecipeError, match=r"sharding\.sequence divides attention heads, and mamba has none; set"):
+        auto_sequence.resolved(recipe, MambaConfig())
 
 
 @forks

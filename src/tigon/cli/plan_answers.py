@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from tigon.cli.plan_request import RECIPE_ENDINGS
 from tigon.cli.shared import stdout_console
 from tigon.models.loading.presets import PRESETS, carried
 from tigon.planner.render.terminal import not_installed
-from tigon.planner.simulate.allocator import ALLOCATOR_SETTINGS
+from tigon.planner.simulate.allocator import given_settings
 from tigon.planner.trace.cache import disk_cache
 from tigon.techniques import TECHNIQUES
 
@@ -51,7 +50,7 @@ def _question(model: str, options: Mapping[str, Any]) -> str | None:
     config = _config(carried(model) or model)
     if config is None:
         return None
-    return json.dumps([model, config, options, os.environ.get(ALLOCATOR_SETTINGS), _screen(options), _missing()])
+    return json.dumps([model, config, options, given_settings(), _screen(options), _missing()])
 
 
 def _config(name: str) -> str | None:

@@ -221,10 +221,7 @@ def samples_of(
             "column completion, or set post_training.base_steps: 0"
         )
     evaluated = objective.rows(recipe.data).pack(encoded[1]) if n_texts[1] else None
-    n_samples, n_eval = (
-        len(train.samples if rows is None else rows[0]),
-        len(evaluated.samples if evaluated else ()),
-    )
+    n_samples, n_eval = len(train.samples if rows is None else rows[0]), len(evaluated.samples if evaluated else ())
     size = _size(recipe, objective, encoded[0], n_samples, n_eval, data_parallel_size)
     writes = objective.trl is not None and objective.trl.scores
     _check_enough(recipe, n_samples, size, recipe.post_training.generations if writes else None)
@@ -328,8 +325,10 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: in
     completions: those of each prompt, if the run's samples are completions.
     """
     given = f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than"
+    more = " or data.sequence_length, or add text"
     if completions is not None:
         given = f"data.source gives {n_samples} prompts with {completions} completions each, fewer than"
+        more = ", or add prompts"
         n_samples *= completions
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
@@ -337,7 +336,7 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: in
     for name, batch_size in batches.items():
         if n_samples < batch_size:
             advice = _gives_more(recipe, size, batch_size)
-            raise RecipeError(f"{given} {name} {batch_size}; {advice}lower {name} or data.sequence_length, or add text")
+            raise RecipeError(f"{given} {name} {batch_size}; {advice}lower {name}{more}")
     train = recipe.train
     samples_per_step = train.samples_per_step * size.n_processes
     if n_samples < samples_per_step:
@@ -346,7 +345,7 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: in
         factors += f" x {size.n_processes}{shared} processes" if size.n_processes > 1 else ""
         raise RecipeError(
             f"{given} the {samples_per_step} of one step ({factors}); {_gives_more(recipe, size, samples_per_step)}"
-            "lower one of these factors or data.sequence_length, or add text"
+            f"lower one of these factors{more}"
         )
 
 

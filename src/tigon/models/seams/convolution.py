@@ -16,9 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models import hybrid_layers
-from tigon.models.hybrid_layers import CONVOLUTION, DELTA_RULE, PYTORCH, runs_in
-from tigon.models.seams import delta_rule
+from tigon.models.hybrid_layers import CONVOLUTION, PYTORCH, runs_in
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import Forward, owner_of, rebind
 from tigon.models.verification import probe
@@ -68,19 +66,13 @@ def fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class ConvolutionSeam(Seam):
-    """A layer whose short convolution PyTorch runs.
+    """A layer whose short convolution PyTorch runs."""
 
-    rule: whether the layer's gated delta rule becomes tigon's op too.
-    """
-
-    rule: bool = False
     op: ClassVar[str] = "causal_conv1d"
     flag: ClassVar[str] = "convolution"
 
     def candidate(self, module: nn.Module) -> bool:
-        forward = type(module).forward
-        fits = isinstance(forward, FunctionType) and function_of(type(module)) is not None
-        return fits and (not self.rule or owner_of(forward, delta_rule.NAME) is not None)
+        return isinstance(type(module).forward, FunctionType) and function_of(type(module)) is not None
 
     def code(self, module: nn.Module) -> Callable[..., Any]:
         return function_of(type(module)) or type(module).forward
@@ -89,8 +81,6 @@ class ConvolutionSeam(Seam):
         runs = runs_in(CONVOLUTION, type(module))
         if runs != PYTORCH:
             return f"{runs} runs its convolution"
-        if self.rule and (reason := rule_objection(type(module)) or delta_rule.too_wide(module)):
-            return reason
         original = self.code(module)
         for width, silu in ((4, "silu"), (3, None)):
             reason = probe.disagreement(
@@ -107,20 +97,7 @@ class ConvolutionSeam(Seam):
         forward: Forward = base.forward
         owner = owner_of(forward, NAME)
         assert owner is not None  # candidate() would have said so
-        replacements = {NAME: fused(owner.__globals__[NAME])}
-        if self.rule:
-            replacements[delta_rule.NAME] = delta_rule.fused(owner.__globals__[delta_rule.NAME])
-        return {"forward": rebind(forward, owner, replacements)}
-
-
-def rule_objection(layer: type[nn.Module]) -> str | None:
-    """Why the gated delta rule of a layer stays, or None."""
-    runs = runs_in(DELTA_RULE, layer)
-    if runs != PYTORCH and hybrid_layers.refused_on() is None:
-        return f"{runs} runs its gated delta rule"
-    owner = owner_of(layer.forward, delta_rule.NAME)
-    assert owner is not None  # candidate() would have said so
-    return delta_rule.objection(owner.__globals__[delta_rule.NAME])
+        return {"forward": rebind(forward, owner, {NAME: fused(owner.__globals__[NAME])})}
 
 
 def _inputs(width: int) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from tigon.techniques.keys.sharding import AUTO_METHOD, RING, ULYSSES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-METHOD = "sharding.sequence_method"
+KEY, METHOD = "sharding.sequence", "sharding.sequence_method"
 WORDS = {ULYSSES: "Ulysses", RING: "a ring"}
 S = TypeVar("S", bound=Settings)
 
@@ -73,9 +73,15 @@ def check_documents(settings: Settings, config: PreTrainedConfig) -> None:
     size = settings.sharding.sequence
     if not is_open(settings) or chosen(config, size) == ULYSSES:
         return
-    most = math.gcd(settings.sharding.gpus, *divisible_heads(config))
     raise RecipeError(
-        f"sharding.sequence is {size}: {reason(config, size)}, so rows go round a ring, which has no mask that "
-        f"separates packed documents; set data.cross_document_attention: true, data.packing: false, or "
-        f"sharding.sequence: {most}"
+        f"{KEY} is {size}: {reason(config, size)}, so rows go round a ring, which has no mask that separates packed "
+        f"documents; set data.cross_document_attention: true, data.packing: false, or "
+        f"{instead_of_ring(settings, config)}"
     )
+
+
+def instead_of_ring(settings: Settings, config: PreTrainedConfig) -> str:
+    """Returns the key and value by which rows are shared by Ulysses: the method, or fewer processes per row."""
+    if chosen(config, settings.sharding.sequence) == ULYSSES:
+        return f"{METHOD}: {ULYSSES}"
+    return f"{KEY}: {math.gcd(settings.sharding.gpus, *divisible_heads(config))}"

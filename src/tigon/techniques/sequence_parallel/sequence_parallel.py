@@ -32,7 +32,7 @@ from tigon.techniques.head_groups import Attend, check_has_attention, check_text
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
-from tigon.techniques.sequence_parallel.method import METHOD, divisible_heads, resolved
+from tigon.techniques.sequence_parallel.method import KEY, METHOD, divisible_heads, instead_of_ring, resolved
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 SHARD = "sequence_shard"
 """The keyword that carries the `Shard` from the model's call to its attention, also when layers are computed again."""
 IGNORE_INDEX = -100
-KEY = "sharding.sequence"
 _RING_OF_DOCUMENTS = (
     f"{METHOD}: ring has no mask that separates packed documents; set data.cross_document_attention: true or "
     f"data.packing: false, or {METHOD}: ulysses"
@@ -329,7 +328,7 @@ def check(config: PreTrainedConfig, settings: Settings) -> None:
         if dropout := getattr(config, "attention_dropout", 0):
             raise RecipeError(
                 f"{METHOD}: ring: the model's attention has dropout; set model.config.attention_dropout: "
-                f"0 instead of {dropout}, or {METHOD}: ulysses"
+                f"0 instead of {dropout}, or {instead_of_ring(settings, config)}"
             )
     elif n_heads % size or n_key_heads % size:
         raise RecipeError(

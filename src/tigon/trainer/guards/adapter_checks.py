@@ -112,7 +112,7 @@ def read_as_dense_warning(name: str, config: PreTrainedConfig) -> tuple[str, ...
     if words is None:
         return ()
     return (
-        f"model.name: {name} stores its weights {words}; they are read in the dtype of a 16-bit checkpoint's, and the "
+        f"model.name: {name} stores its weights {words}; they are read in the dtype of a 16-bit checkpoint, and the "
         "plan counts them so",
     )
 

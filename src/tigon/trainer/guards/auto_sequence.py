@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tigon.recipe.keys import Recipe
+from tigon.techniques.head_groups import check_has_attention
 from tigon.techniques.sequence_parallel import method
-from tigon.techniques.sequence_parallel.method import METHOD
+from tigon.techniques.sequence_parallel.method import KEY, METHOD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -16,10 +17,11 @@ def resolved(recipe: Recipe, config: PreTrainedConfig) -> tuple[Recipe, tuple[st
     """The recipe with the choice, and a line that says it if processes share rows by `auto`.
 
     Raises:
-        RecipeError: Rows of several documents would go round a ring.
+        RecipeError: The model has no attention, or rows of several documents would go round a ring.
     """
     if not method.is_open(recipe):
         return recipe, ()
+    check_has_attention(config, KEY)
     if recipe.data.packs and not recipe.data.cross_document_attention:
         method.check_documents(recipe, config)
     chosen = method.resolved(recipe, config)
