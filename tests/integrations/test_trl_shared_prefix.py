@@ -228,6 +228,14 @@ def test_layout_is_made_in_inference_mode_too() -> None:
         assert layout_of(ids, mask) is None
 
 
+def test_layout_made_in_inference_mode_is_not_kept_for_training() -> None:
+    ids, mask = batch([1, 2, 3, 4], [1, 2, 3, 5])
+    with torch.inference_mode():
+        assert layout_of(ids, mask) is not None
+    layout = layout_of(ids, mask)
+    assert layout is not None and not layout.place_BT.is_inference()
+
+
 def test_completions_of_a_prompt_stay_together_in_a_shuffled_order() -> None:
     prompts = torch.tensor([[1], [1], [2], [2], [3], [3]]).repeat(1, 2)
     rows = {

@@ -66,6 +66,8 @@ def layout_of(ids_BT: Tensor, mask_BT: Tensor | None) -> PrefixLayout | None:
     """
     if ids_BT.is_inference() or (mask_BT is not None and mask_BT.is_inference()):  # these count no changes
         return _layout_of(ids_BT, mask_BT)
+    if torch.is_inference_mode_enabled():  # no backward could use its tensors later
+        return _layout_of(ids_BT, mask_BT)
     kept: _Kept | None = _kept.get(ids_BT)
     if kept is not None and kept.is_of(ids_BT, mask_BT):
         return kept.layout
