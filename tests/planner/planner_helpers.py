@@ -21,7 +21,7 @@ BARE = replace(H200, cublas_workspace_bytes=0)
 def small_gpu(memory_mib: float) -> Gpu:
     """A GPU for small models: 1 MiB of context and of cuBLAS's, and nothing else outside of the allocator."""
     return replace(
-        H200, memory_bytes=int(memory_mib * MIB), context_bytes=MIB, cublas_workspace_bytes=MIB,
+        H200, memory_bytes=int(memory_mib * MIB), context_bytes=MIB, host_copies_bytes=0, cublas_workspace_bytes=MIB,
         lone_group_bytes=0, group_bytes=0, deepspeed_bytes=0,
     )  # fmt: skip
 

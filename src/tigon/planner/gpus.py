@@ -54,6 +54,9 @@ class Gpu:
     cublas_workspace_bytes: int
     """PyTorch allocates this once per cuBLAS handle and stream."""
     source: str
+    host_copies_bytes: int = 208 * MIB
+    """What a process without an engine holds beside the context if activations or frozen layers wait on the host
+    (engines/non_allocator_memory.py)."""
     host_s: float = 3e-6
     """CPU time of an operator with its autograd, in eager PyTorch, on the hosts of this GPU that were measured.
 

@@ -19,18 +19,15 @@ takes up to 0.16 GiB more, and paged optimizers keep 4 and 9 GiB on the GPU whil
 from __future__ import annotations
 
 from tigon.planner.engines.choose import engine_of
-from tigon.planner.gpus import MIB, Gpu
+from tigon.planner.gpus import Gpu
 from tigon.planner.simulate.allocator import waits_on_host
 from tigon.techniques.keys.settings import Settings
-
-HOST_COPIES_BYTES = 208 * MIB
-"""What a process without an engine holds beside the context if activations or frozen layers wait on the host."""
 
 
 def non_allocator_bytes(gpu: Gpu, settings: Settings) -> int:
     """Memory outside the allocator of one process that trains with these settings."""
     engine = engine_of(settings)
-    copies = HOST_COPIES_BYTES if waits_on_host(settings) and not engine.joins_a_group else 0
+    copies = gpu.host_copies_bytes if waits_on_host(settings) and not engine.joins_a_group else 0
     return gpu.context_bytes + copies + group_bytes(gpu, settings) + engine.library_bytes(gpu)
 
 
