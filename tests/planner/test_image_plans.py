@@ -171,7 +171,8 @@ def test_a_request_of_a_recipe_is_that_of_the_same_model(checkpoint, tmp_path):
     recipe = recipe_checks.load(path, gpu_present=lambda: False)
     own = of_recipe(recipe, load_config(str(folder)), Settings.of({"train.precision": "amp-bf16"}), evaluated=True)
     assert own.objective == request_of(folder).objective
-    assert dataclasses.replace(own, config=None, model="") == dataclasses.replace(
+    assert own.by_tigon_train
+    assert dataclasses.replace(own, config=None, model="", by_tigon_train=False) == dataclasses.replace(
         request_of(folder), config=None, model=""
     )
 
