@@ -16,8 +16,8 @@ def spoil(monkeypatch, change):
     """Have `change` alter the folder after the weights and the tokenizer are saved in it."""
     original = export._save
 
-    def save(model, tokenizer, trained, folder):
-        original(model, tokenizer, trained, folder)
+    def save(model, tokenizer, trained, folder, **more):
+        original(model, tokenizer, trained, folder, **more)
         change(folder)
 
     monkeypatch.setattr(export, "_save", save)
@@ -232,7 +232,9 @@ def test_the_tokenizer_beside_copied_adapters_is_compared_and_its_absence_said(
 
 def test_the_written_weights_leave_memory_before_they_are_read_back(tigon, adapter, tmp_path, monkeypatch):
     models, original, read = [], export._save, export.readers.of_transformers
-    monkeypatch.setattr(export, "_save", lambda model, *rest: (models.append(model), original(model, *rest)))
+    monkeypatch.setattr(
+        export, "_save", lambda model, *rest, **more: (models.append(model), original(model, *rest, **more))
+    )
 
     def of_transformers(model_class, folder):
         assert all(p.is_meta for p in models[0].parameters())

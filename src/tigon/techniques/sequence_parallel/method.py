@@ -22,6 +22,16 @@ WORDS = {ULYSSES: "Ulysses", RING: "a ring"}
 S = TypeVar("S", bound=Settings)
 
 
+def check_processes(settings: Settings) -> None:
+    """Raise RecipeError if the run's processes do not make whole groups that share rows."""
+    size, gpus = settings.sharding.sequence, settings.sharding.gpus
+    if gpus % size:
+        raise RecipeError(
+            f"{KEY} is {size}, and sharding.gpus {gpus} is not a multiple of it; set sharding.gpus to "
+            f"{-(-gpus // size) * size}"
+        )
+
+
 def divisible_heads(config: PreTrainedConfig) -> tuple[int, int]:
     """Returns the numbers of heads and key heads of a transformers config, which Ulysses divides over processes."""
     return int(text_config(config).num_attention_heads), key_heads(config)

@@ -32,7 +32,14 @@ from tigon.techniques.head_groups import Attend, check_has_attention, check_text
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.keys.sharding import RING, ULYSSES
 from tigon.techniques.sequence_parallel import ring_attention
-from tigon.techniques.sequence_parallel.method import KEY, METHOD, divisible_heads, instead_of_ring, resolved
+from tigon.techniques.sequence_parallel.method import (
+    KEY,
+    METHOD,
+    check_processes,
+    divisible_heads,
+    instead_of_ring,
+    resolved,
+)
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 if TYPE_CHECKING:
@@ -315,11 +322,7 @@ def check(config: PreTrainedConfig, settings: Settings) -> None:
     size = settings.sharding.sequence
     if size == 1:
         return
-    if settings.sharding.gpus % size:
-        raise RecipeError(
-            f"{KEY} is {size}, and sharding.gpus {settings.sharding.gpus} is not a multiple of it; set sharding.gpus "
-            f"to {-(-settings.sharding.gpus // size) * size}"
-        )
+    check_processes(settings)
     check_text_alone(config, KEY)
     check_has_attention(config, KEY)
     n_heads, n_key_heads = divisible_heads(config)

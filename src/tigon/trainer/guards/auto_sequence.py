@@ -17,10 +17,12 @@ def resolved(recipe: Recipe, config: PreTrainedConfig) -> tuple[Recipe, tuple[st
     """The recipe with the choice, and a line that says it if processes share rows by `auto`.
 
     Raises:
-        RecipeError: The model has no attention, or rows of several documents would go round a ring.
+        RecipeError: The processes make no whole groups, the model has no attention, or rows of several documents would
+            go round a ring.
     """
     if not method.is_open(recipe):
         return recipe, ()
+    method.check_processes(recipe.settings())
     check_has_attention(config, KEY)
     if recipe.data.packs and not recipe.data.cross_document_attention:
         method.check_documents(recipe, config)
