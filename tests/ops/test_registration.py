@@ -93,6 +93,11 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         bounds = torch.tensor([[0, 3, 3, 6, 0, 2], [0, 3, 6, 8, 0, 0]], dtype=torch.int32)
         q, k, v = torch.randn(2, 4, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
         decode_attention(q, k, v, bounds, None, 0.3, 0.0, 3, 3, 2)
+    with _recorded(recorded):  # frozen heads, which the cases train
+        hidden, head = torch.randn(6, 16, requires_grad=True), torch.randn(32, 16)
+        logps = OPS["linear_logprobs"].call(hidden, head, torch.arange(6))
+        (logps if isinstance(logps, torch.Tensor) else logps[0]).sum().backward()
+        OPS["linear_kl"].call(hidden, head, torch.randn(6, 8), torch.randn(32, 8)).sum().backward()
     # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
