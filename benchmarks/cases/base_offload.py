@@ -294,7 +294,7 @@ def plan(bench: Bench, model: str, config: Any, shape: tuple[int, int], settings
 
 
 def line_of(bench: Bench, name: str) -> tuple[dict[str, Any], Any]:
-    """What a line says of its row, and the config."""
+    """Returns the part of a line that describes its row, and the model's config."""
     row = ROWS[name]
     config, seq = config_of(row.model, bench.tiny), 64 if bench.tiny else row.seq
     about = {"row": name, "model": row.model, "checkpointing": row.checkpointing, "rank": row.rank, "tiled": row.tiled}

@@ -20,6 +20,7 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "empty", lambda *size, **how: None)
     monkeypatch.setattr(segments, "_set", said.append)
+    monkeypatch.setattr(segments, "_refusals", [])
     return said
 
 
@@ -46,6 +47,15 @@ def test_gpu_without_them_gets_the_usual_segments_and_a_line(told, monkeypatch, 
     assert told == ["expandable_segments:True", "expandable_segments:False"]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("warning ") and "operation not supported" in line and "more" not in line
+    assert not segments.used(LONG_ROW, CUDA), "the run's lines would name them"
+    segments.switch_on(LONG_ROW, CUDA)  # a reference model of the same run
+    assert len(told) == 2 and not capsys.readouterr().out
+
+
+def test_pytorch_without_the_function_keeps_the_usual_segments(told, monkeypatch, capsys):
+    monkeypatch.setattr(segments, "_set", lambda text: torch.cuda.memory.no_such_function(text))
+    segments.switch_on(LONG_ROW, CUDA)
+    assert "no_such_function" in capsys.readouterr().out and not segments.used(LONG_ROW, CUDA)
 
 
 def test_full_gpu_is_out_of_memory_and_not_without_them(told, monkeypatch):

@@ -156,15 +156,7 @@ def _forward_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, keep: boo
     rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block)
     kept_NV = buffer.view(N, V) if keep and buffer is not None else _no_logits(head)
     del buffer
-    return ForwardResults(
-        rows.logprob_NK,
-        rows.stats_2N,
-        rows.entropy_N,
-        rows.predicted_N,
-        torch.empty_like(rows.topk_raw_NJ),
-        rows.topk_ids_NJ,
-        kept_NV,
-    )
+    return ForwardResults(*rows.fake_results(), kept_NV)
 
 
 linear_logprobs_fwd = Primitive("linear_logprobs_fwd", composite=_forward_body, fake=_forward_fake)

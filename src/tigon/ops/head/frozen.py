@@ -116,15 +116,7 @@ def _logprobs_fake(head: Head, ids_NK: Tensor, options: LogprobOptions, block_by
     dx_NH = empty_gradients(head, OF_HIDDEN, plan, False).dx_NH
     rows = Rows.empty(ids_NK, head.hidden_NH, options, one_block=True)
     del buffers
-    return FrozenResults(
-        rows.logprob_NK,
-        rows.stats_2N,
-        rows.entropy_N,
-        rows.predicted_N,
-        torch.empty_like(rows.topk_raw_NJ),
-        rows.topk_ids_NJ,
-        dx_NH,
-    )
+    return FrozenResults(*rows.fake_results(), dx_NH)
 
 
 linear_logprobs_frozen = Primitive("linear_logprobs_frozen", composite=_logprobs_body, fake=_logprobs_fake)

@@ -87,6 +87,11 @@ class Rows:
             self.topk_ids_NJ,
         )
 
+    def fake_results(self) -> RowResults:
+        """Tensors of the shapes and dtypes of `results`, for an operator's fake."""
+        fields = self.logprob_NK, self.stats_2N, self.entropy_N, self.predicted_N
+        return RowResults(*fields, torch.empty_like(self.topk_raw_NJ), self.topk_ids_NJ)
+
     def _topk_logprob(self, options: LogprobOptions) -> Tensor:
         if not options.top_k:
             return self.topk_raw_NJ

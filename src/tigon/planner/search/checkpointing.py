@@ -33,9 +33,9 @@ LONG_TOKENS = 4096
 GRAPHS_PAY = 1.02
 """How many times as fast a step with CUDA graphs has to be. They need batches of one shape, and time to capture."""
 SLOW_HOST_S = 11.5e-6
-"""CPU time of an operator on the slowest host that was measured. Hosts differ by more than graphs cost: 16 x 4 samples
-of 1,024 tokens of Llama-3.2-1B took 895 (H200), 907 and 918 ms (two H100s) in graphs, and without them 907, 1,196 and
-1,780."""
+"""CPU time of an operator on the slowest of three hosts of H100s (docs/planner-method.md). Hosts differ by more than
+graphs cost: 16 x 4 samples of 1,024 tokens of Llama-3.2-1B took 895 (H200), 907 and 918 ms (two H100s) in graphs, and
+without them 907, 1,196 and 1,780."""
 Needs = Callable[[Option], int]
 """An option -> the bytes that have to fit."""
 
