@@ -1,6 +1,7 @@
 """Hugging Face with PEFT, Liger, Unsloth and tigon on one card: the same weights, data and optimizer.
 
     python -m benchmarks.duel --json RECORD --budget 540     # measures rows that the record lacks, for 540 s
+    python -m benchmarks.duel --json RECORD --beside 3       # three rows prepare at once; each is timed alone
     python -m benchmarks.duel --json RECORD --tiny           # a small model on the CPU; without Unsloth
 
     entries.py    tasks, sizes, libraries and their settings, the most important first
@@ -8,6 +9,8 @@
     steps.py      the timed steps, in a plain loop or in TRL's trainer
     libraries.py  loads a model as each library documents it
     agreement.py  decides whether two rows trained the same
+    processes.py  the processes of rows, one after the other or several beside each other
+    turns.py      a row's turn on the GPU, where several prepare beside each other
     __main__.py   runs each row in its own process, and keeps the record
 
 Each row is compared with Hugging Face's row of its task and size, or with the first row if that one is missing. A row

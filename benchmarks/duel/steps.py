@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.duel import turns
 from benchmarks.duel.inputs import SEED
 from tigon.bench import timing
 
@@ -35,8 +36,20 @@ def new_clock(device: torch.device, warm_ups: int = WARM_UP_STEPS) -> timing.Ste
     return clock
 
 
+def next_step(clock: timing.StepClock, done: int, warm_ups: int) -> None:
+    """End a step and begin the next. The last warm-up step, or that after the only one, is the first of the row's turn.
+
+    done: steps that have ended, with this one.
+    """
+    clock.end()
+    if done == max(warm_ups - 1, 1):
+        turns.wait()
+    clock.begin()
+
+
 def measured(clock: timing.StepClock, tokens: int) -> dict[str, Any]:
-    """Tokens per second of the median step, its milliseconds, and the peaks in GiB."""
+    """Tokens per second of the median step, its milliseconds, and the peaks in GiB. Ends the row's turn."""
+    turns.end()
     median_ms = statistics.median(clock.ms)
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     return {
@@ -63,15 +76,14 @@ def in_loop(model: Any, ids: torch.Tensor, learning_rate: float, autocast: bool)
     losses = []
     warm_ups, steps = (LONG_WARM_UP_STEPS, LONG_STEPS) if ids.numel() > LONG_TOKENS else (WARM_UP_STEPS, STEPS)
     clock = new_clock(device, warm_ups)
-    for _ in range(steps):
+    for done in range(1, steps + 1):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        clock.end()
-        clock.begin()
+        next_step(clock, done, warm_ups)
     return {**measured(clock, ids.numel()), "losses": [round(float(one), 5) for one in losses]}
 
 
@@ -114,9 +126,8 @@ def in_trainer(
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             clock.append(new_clock(device))
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock[0].end()
-            clock[0].begin()
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            next_step(clock[0], state.global_step, WARM_UP_STEPS)
 
     trainer.add_callback(Timer())
     trainer.train()
