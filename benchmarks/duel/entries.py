@@ -69,6 +69,7 @@ ENTRIES: Mapping[str, Entry] = {
     "tigon-trl-auto": Entry("tigon", TRAINER, "auto"),
     "unsloth-loop-in-24gb": Entry("unsloth", LOOP, "unsloth", limit_gib=CARD_GIB),
     "tigon-offload-in-24gb": Entry("tigon", LOOP, "offload", limit_gib=CARD_GIB),
+    "tigon-auto-in-24gb": Entry("tigon", LOOP, "auto", memory=f"{CARD_GIB}GiB", limit_gib=CARD_GIB),
 }
 
 
@@ -130,7 +131,7 @@ _BLOCKS: tuple[tuple[str, tuple[int, int], tuple[str, ...]], ...] = (
     ("lora", LONG, ("unsloth", "tigon-trl")),
     ("full", LONG, ("unsloth", "tigon-trl")),
     ("qlora", SHORT, ("tigon-offload-attention", "tigon-auto9")),
-    ("qlora", LONGEST, ("unsloth-loop-in-24gb", "tigon-offload-in-24gb")),
+    ("qlora", LONGEST, ("unsloth-loop-in-24gb", "tigon-auto-in-24gb", "tigon-offload-in-24gb")),
 )
 ORDER: tuple[Row, ...] = tuple(Row(task, entry, *size) for task, size, entries in _BLOCKS for entry in entries)
 """Every row, the most important first."""

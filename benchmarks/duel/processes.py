@@ -24,6 +24,8 @@ OVER_LIMIT, OUT_OF_MEMORY = "ended at its limit", "out of memory"
 LOG_CHARACTERS, LAST_CHARACTERS = 3000, 300
 DRAIN_S = 1.0
 """Kernels that a stopped process has launched run on for at most a step. The row's last warm-up step follows."""
+TURN_LIMIT_S = 100
+"""A row that is not through with its turn by then waits for a process that is stopped, and is ended."""
 _POLL_S = 0.05
 Line = dict[str, Any]
 Answer = tuple[Row, Line, Line | None]
@@ -39,6 +41,7 @@ class Running:
         self.row, self.slot = row, slot
         self._start_s, self._stopped_s = time.monotonic(), 0.0
         self._stopped_since_s: float | None = None
+        self._turn_since_s: float | None = None
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = Path(self._temporary.name)
         command = [sys.executable, "-m", "benchmarks.duel", "--one", str(row)]
@@ -66,6 +69,11 @@ class Running:
         return self._process.poll() is not None
 
     @property
+    def over_limit(self) -> bool:
+        turn_s = 0.0 if self._turn_since_s is None or self.timed else time.monotonic() - self._turn_since_s
+        return self.active_s > ROW_LIMIT_S or turn_s > TURN_LIMIT_S
+
+    @property
     def active_s(self) -> float:
         """Seconds since the start, without those in which it was stopped for another row."""
         stopped_s = 0.0 if self._stopped_since_s is None else time.monotonic() - self._stopped_since_s
@@ -84,6 +92,7 @@ class Running:
 
     def go(self) -> None:
         """Give it its turn."""
+        self._turn_since_s = time.monotonic()
         (self._folder / turns.GO).touch()
 
     def kill(self) -> None:
@@ -152,7 +161,7 @@ def answers(
             if left_s <= 0 or not running:
                 return
             for one in [*running]:
-                over_limit = one.active_s > ROW_LIMIT_S
+                over_limit = one.over_limit and not one.ended
                 if over_limit:
                     one.kill()
                 if one.ended:

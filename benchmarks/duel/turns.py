@@ -1,8 +1,8 @@
 """A row's turn on the GPU, where several rows prepare beside each other.
 
 A row takes most of its time to import, load and compile. The driver starts several rows, and lets one after the other
-take its last warm-up step and its timed steps. It stops the processes of all other rows (SIGSTOP) for that time, so that
-no other row works on the GPU or the CPU. Peaks are those of the process's own allocator.
+take its last warm-up step and its timed steps. It stops the processes of all other rows (SIGSTOP) for that time, so
+that no other row works on the GPU or the CPU. Peaks are those of the process's own allocator.
 """
 
 from __future__ import annotations

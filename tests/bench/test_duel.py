@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from benchmarks.duel import __main__ as duel
-from benchmarks.duel import agreement
+from benchmarks.duel import agreement, processes, turns
 from benchmarks.duel.entries import ENTRIES, ORDER, TASKS, Row, row_of
 
 LOSSES = [12.5 - 0.1 * step for step in range(11)]
@@ -78,37 +82,139 @@ def test_a_row_of_another_task_or_size_is_not_compared() -> None:
     assert len(agreed) == 2 and not refused
 
 
-def test_a_run_resumes_after_the_rows_that_the_record_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+class Process:
+    """A row's process that does nothing. It ends when it had its turn, or at once if its row fails."""
 
-    def measured(row: Row, *_: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        ran.append(str(row))
-        if row.entry == "liger":
-            return {"task": row.task, "entry": "liger", "size": row.size, "error": "exit 1", "row_s": 1.0}, None
-        return line(row.entry), {"device": "card", "versions": {"torch": "2"}}
+    started: ClassVar[list[Process]] = []
+    paused_while_timed: ClassVar[list[set[str]]] = []
 
-    monkeypatch.setattr(duel, "measured", measured)
+    def __init__(self, row: Row, slot: int, *_: Any) -> None:
+        self.row, self.slot = row, slot
+        self.ready, self.paused, self.over_limit = row.entry != "liger", False, False
+        self.timed = self.ended = not self.ready
+        self.started.append(self)
+
+    def go(self) -> None:
+        assert not self.paused
+        self.paused_while_timed.append({one.row.entry for one in self.started if one.paused})
+        self.timed = self.ended = True
+
+    def stop(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def kill(self) -> None:
+        self.ended = True
+
+    def answer(self, over_limit: bool) -> tuple[Row, dict[str, Any], dict[str, Any] | None]:
+        base = {"task": self.row.task, "entry": self.row.entry, "size": self.row.size}
+        if over_limit or self.row.entry == "liger":
+            return self.row, {**base, "error": processes.OVER_LIMIT if over_limit else "exit 1", "row_s": 1.0}, None
+        return self.row, line(self.row.entry), {"device": "card", "versions": {"torch": "2"}}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """The processes that a run has started, without any."""
+    monkeypatch.setattr(Process, "started", [])
+    monkeypatch.setattr(Process, "paused_while_timed", [])
+    monkeypatch.setattr(processes, "Running", Process)
+    monkeypatch.setattr(processes, "DRAIN_S", 0.0)
     monkeypatch.setattr(duel, "make_checkpoint", lambda *_: None)
+    return Process.started
+
+
+def test_a_run_resumes_after_the_rows_that_the_record_has(tmp_path: Path, started: list[Process]) -> None:
     path, rows = tmp_path / "a" / "steps.json", ("qlora:hf:4x2048", "qlora:liger:4x2048", "qlora:tigon-full:4x2048")
     duel.drive(options(path, *rows[:2]))
     duel.drive(options(path, *rows))
-    assert ran == [*rows]
+    assert [str(one.row) for one in started] == [*rows]
     record = duel.load(path)
     assert [one["entry"] for one in record["measurements"]] == ["hf", "tigon-full"]
     assert [one["entry"] for one in record["failed"]] == ["liger"] and record["environment"]["device"] == "card"
     duel.drive(options(path, rows[0], again=True))
-    assert ran == [*rows, rows[0]] and len(duel.load(path)["measurements"]) == 2
+    assert [str(one.row) for one in started] == [*rows, rows[0]] and len(duel.load(path)["measurements"]) == 2
 
 
-def test_a_row_that_the_budget_ended_is_measured_by_the_next_run(tmp_path: Path, monkeypatch, capsys) -> None:
-    cut = {"task": "qlora", "entry": "hf", "size": "4x2048", "error": duel.OVER_LIMIT, "row_s": 100.0}
-    monkeypatch.setattr(duel, "measured", lambda *_: (cut, None))
-    monkeypatch.setattr(duel, "make_checkpoint", lambda *_: None)
+def test_a_row_that_the_budget_ends_is_measured_by_the_next_run(
+    tmp_path: Path, started: list[Process], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "steps.json"
-    duel.drive(options(path, str(ROW), budget=100))
-    assert not path.exists() and "the next is qlora:hf:4x2048" in capsys.readouterr().out
+    duel.drive(options(path, str(ROW), budget=processes.LEAST_S["hf"] - 1))
+    assert not path.exists() and not started and "the next is qlora:hf:4x2048" in capsys.readouterr().out
     duel.drive(options(path, str(ROW), budget=1000))
-    assert [one["error"] for one in duel.load(path)["failed"]] == [duel.OVER_LIMIT]
+    assert [one["entry"] for one in duel.load(path)["measurements"]] == ["hf"]
+
+
+def test_a_row_that_takes_too_long_is_ended_and_said_to_have_failed(
+    tmp_path: Path, started: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: Process, *arguments: Any) -> None:
+        Process.__init__(self, *arguments)
+        self.ready, self.over_limit = False, True
+
+    monkeypatch.setattr(processes, "Running", type("Slow", (Process,), {"__init__": slow}))
+    duel.drive(options(tmp_path / "steps.json", str(ROW), budget=1000))
+    assert [one["error"] for one in duel.load(tmp_path / "steps.json")["failed"]] == [processes.OVER_LIMIT]
+
+
+def test_rows_that_prepare_beside_each_other_are_stopped_while_one_is_timed(started: list[Process]) -> None:
+    rows = [Row("qlora", entry, 4, 2048) for entry in ("hf", "liger", "tigon-full", "unsloth", "tigon-offload")]
+    found = [row.entry for row, _, _ in processes.answers(rows, 1000, beside=3)]
+    assert sorted(found) == sorted(row.entry for row in rows) and not any(one.paused for one in started)
+    # "liger" ends without a turn, so another row takes its place.
+    assert Process.paused_while_timed[0] == {"tigon-full"} and {one.slot for one in started} == {0, 1, 2}
+    assert all(len(paused) <= 2 for paused in Process.paused_while_timed)
+    alone = list(processes.answers(rows[:1], 1000))
+    assert alone[0][1] == line("hf") and Process.paused_while_timed[-1] == set()
+
+
+def test_a_stopped_row_does_nothing_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = tmp_path / "ticks"
+    script = f"import time\nwhile True:\n    open({str(ticks)!r}, 'a').write('.')\n    time.sleep(0.01)"
+    whole = subprocess.Popen
+
+    def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return whole([command[0], "-c", script], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    running = processes.Running(ROW, 0, False, None)
+    try:
+        _wait_for(ticks.exists)
+        running.stop()
+        time.sleep(0.1)
+        before, active_s = ticks.stat().st_size, running.active_s
+        time.sleep(0.3)
+        assert ticks.stat().st_size == before and running.active_s - active_s < 0.1
+        running.resume()
+        _wait_for(lambda: ticks.stat().st_size > before)
+        assert not running.ended
+    finally:
+        running.kill()
+    assert running.ended and running.answer(over_limit=True)[1]["error"] == processes.OVER_LIMIT
+
+
+def _wait_for(met: Callable[[], bool], seconds: float = 20) -> None:
+    end_s = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_row_waits_for_its_turn_and_says_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns.wait()  # without a driver it waits for nobody
+    monkeypatch.setenv(turns.VARIABLE, str(tmp_path))
+    thread = threading.Thread(target=turns.wait)
+    thread.start()
+    _wait_for((tmp_path / turns.READY).exists)
+    assert thread.is_alive()
+    (tmp_path / turns.GO).touch()
+    thread.join(20)
+    assert not thread.is_alive() and not (tmp_path / turns.DONE).exists()
+    turns.end()
+    assert (tmp_path / turns.DONE).exists()
 
 
 def test_a_record_of_another_card_is_not_added_to() -> None:

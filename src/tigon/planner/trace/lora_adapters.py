@@ -86,6 +86,7 @@ def add_lora(model: PreTrainedModel, settings: Settings, fused: bool) -> None:
     for module in list(model.modules()):
         if _around_nf4(module):
             module.forward = functools.partial(_tigon_forward if fused else _peft_forward, module)
+            module.saves_only_inputs = fused  # as the seam's class says, so that a layer's state may drop its input
     if fused:
         lora.find_siblings(model, _around_nf4)
 
