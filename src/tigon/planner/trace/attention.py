@@ -57,6 +57,9 @@ def _round_up(n: int, to: int) -> int:
 # FlashAttention 2 and were not measured.
 _SHARES = {64: 0.66}
 _MEASURED_ARCH = (9, 0)
+# The same for the memory-efficient kernel with a mask in 16 bits. It was fitted to the two masked steps of
+# benchmarks/results/nvidia-h200/planner/runs.json, with heads of 64 and of 128. All tokens of a sample count.
+_MASKED_SHARE = 0.5
 
 
 def product_share(head_width: int, arch: tuple[int, int]) -> float:
@@ -64,6 +67,11 @@ def product_share(head_width: int, arch: tuple[int, int]) -> float:
     if arch < _MEASURED_ARCH:
         return 1.0
     return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
+
+
+def masked_share(dtype: torch.dtype, arch: tuple[int, int]) -> float:
+    """The share of the rate of a model's other products that attention with a mask reaches."""
+    return _MASKED_SHARE if dtype in _FLASH_DTYPES and arch >= _MEASURED_ARCH else 1.0
 
 
 def products(recorder: TraceRecorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
@@ -116,11 +124,13 @@ class _Efficient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: TraceRecorder) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: TraceRecorder, share: float
+    ) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], _round_up(q.shape[2], EFFICIENT_ROWS))
         ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
-        ctx.recorder, ctx.causal = recorder, mask is None
-        products(recorder, q, FORWARD_PRODUCTS, causal=ctx.causal)
+        ctx.recorder, ctx.causal, ctx.share = recorder, mask is None, share
+        products(recorder, q, FORWARD_PRODUCTS, causal=ctx.causal, share=share)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
@@ -133,9 +143,9 @@ class _Efficient(torch.autograd.Function):
             q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
             q.new_empty((B, h, T, D), dtype=torch.float32),
         ]
-        products(ctx.recorder, q, BACKWARD_PRODUCTS, causal=ctx.causal)
+        products(ctx.recorder, q, BACKWARD_PRODUCTS, causal=ctx.causal, share=ctx.share)
         del scratch
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
@@ -163,7 +173,8 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
             share = product_share(query.shape[-1], arch)
             causal = getattr(module, "is_causal", True)  # a vision tower's is not
             return _Flash.apply(query, key, value, recorder, groups, share, causal), None
-        return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
+        share = masked_share(query.dtype, arch)
+        return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder, share), None
 
     if groups == 1:
         return attend
@@ -187,7 +198,7 @@ def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder) -> 
     (.../transformers/attention.cpp, _scaled_dot_product_attention_math), which can be traced directly.
     """
     if k.shape[1] == q.shape[1]:
-        return _Efficient.apply(q, k, v, None, recorder)  # type: ignore[no-any-return]
+        return _Efficient.apply(q, k, v, None, recorder, 1.0)  # type: ignore[no-any-return]
     with sdpa_kernel(SDPBackend.MATH):
         out_BhTD = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out_BhTD.transpose(1, 2).contiguous()
