@@ -129,7 +129,7 @@ def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
     if obstacle := generator_obstacle(setup.settings, chosen):
         return "completions  transformers' generate, because of {}; {} uses tigon's generator".format(*obstacle)
     try:
-        return decode_in_graphs(trainer)
+        return decode_in_graphs(trainer, required=chosen == "tigon")
     except UsageError as error:
         if chosen == "tigon":
             raise RecipeError(f"post_training.generator: {error} Set generator: transformers.") from None
