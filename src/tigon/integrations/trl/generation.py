@@ -28,7 +28,7 @@ from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.overrides import Override
 from tigon.integrations.trl.whole_weights import BorrowingTwin
 from tigon.models.decoding.generation_config import objection, settings_of
-from tigon.models.decoding.memory import cache_bytes, logits_bytes
+from tigon.models.decoding.memory import SPARE, cache_bytes, logits_bytes
 from tigon.models.decoding.prompt_queue import PromptQueue
 from tigon.models.decoding.rows import Limits
 from tigon.units import in_bytes
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 DIFFERENCE = "sampling/sampling_logp_difference"
 """TRL's name for the difference between the log-probabilities of generator and trainer."""
-SPARE = 1.1
-"""Free memory that the generator asks for under FSDP2, relative to what it needs. Blocks of the allocator's cache are
-free too, but not in one piece."""
 
 
 class GraphGeneration:

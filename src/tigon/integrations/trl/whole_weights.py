@@ -11,7 +11,7 @@ DeepSpeed needs no twin: TRL gathers ZeRO-3's weights around `generate` and remo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -66,7 +66,7 @@ class BorrowingTwin:
             for unit in units:
                 unit.reshard()
 
-    def _set(self, tensors: dict[str, Tensor]) -> None:
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if is_dtensor(tensor):
                 raise PatchError(f"FSDP2 does not gather {name}")

@@ -14,6 +14,10 @@ FP32 = 4
 SAMPLED_COPIES = 3
 """fp32 copies of the logits that the generator holds at once: scaled, noise, and their sum."""
 
+SPARE = 1.1
+"""Free memory that the generator asks for beside divided weights, relative to what it needs. Blocks in the allocator's
+cache are free too, but not in one piece."""
+
 
 def cache_bytes(config: PreTrainedConfig, room: Room, new_tokens: int, itemsize: int) -> list[int]:
     """The size of the keys, and of the values, of each layer. A layer with a window keeps all tokens too."""
