@@ -26,9 +26,13 @@ def written(rank: int, folder: Path, *, sharded: bool, lora: Callable[[], Any] |
     completions, divided, left = [], [], []
     generate = trainer.model.generate
 
+    def kinds() -> dict[str, str]:
+        return {name: type(weight).__name__ for name, weight in trainer.model.named_parameters()}
+
     def noted(*args: Any, **given: Any) -> torch.Tensor:
+        before = kinds()
         completions.append(generate(*args, **given))
-        divided.append(all(hasattr(weight, "full_tensor") for weight in trainer.model.parameters()))
+        divided.append(kinds() == before and "DTensor" in before.values())
         twin: BorrowingTwin | None = generation._twin
         left.append(0 if twin is None else sum(not weight.is_meta for weight in twin.twin.parameters()))
         return completions[-1]
