@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tigon.models.decoding.generator import LEAST_GRAPH_STEPS, PROMPT_TOKENS, PROMPTS
+from tigon.models.decoding.rows import LEAST_GRAPH_STEPS, PROMPT_TOKENS, PROMPTS
 from tigon.models.kv_cache import kv_widths, queries_per_key
 from tigon.objectives.base import PlannedObjective
 from tigon.planner.gpus import Gpu
