@@ -41,7 +41,7 @@ def folder_of(tiny: bool) -> Path:
 
 
 class Given:
-    """What the cases' functions read of a bench."""
+    """The fields of a bench that the cases' functions read."""
 
     def __init__(self, tiny: bool) -> None:
         self.tiny, self.gpu, self.device = tiny, GPU, torch.device("cuda" if GPU else "cpu")

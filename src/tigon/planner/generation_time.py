@@ -1,9 +1,9 @@
 """The time in which a run writes the completions of a step.
 
 tigon's generator replays a CUDA graph for each token. A step of it takes the time of its kernels, which are short, and
-of reading the weights and the keys and values of the tokens so far. Its first passes and all passes of transformers'
-`generate` wait for the host, which calls the model's modules in Python. The two constants were fitted to records on
-H200s: `KERNEL_S` and `CALL_S` name them.
+of reading the weights and the keys and values of the tokens so far. The host limits the generator's first
+passes and all passes of transformers' `generate`, because it calls the model's modules in Python. Two constants were
+fitted to records on H200s, which `KERNEL_S` and `CALL_S` name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KERNEL_S = 3.5e-6
 benchmarks/results/nvidia-h200/post-training/generation.json; assumed for other GPUs."""
 CALL_S = 15e-6
 """CPU time of an operator in a forward pass without gradients, with the Python code of transformers and PEFT around it.
-Two steps of a 4B in benchmarks/results/nvidia-h200/post-training/grpo-step.json took 9.5 and 16 us per operator, and
-GRPO of a 1B on two H200s 15 us under FSDP2 and 16 under ZeRO-3; assumed for other hosts."""
+Two steps of a 4B took 9.5 and 16 us per operator (benchmarks/results/nvidia-h200/post-training/grpo-step.json). GRPO of
+a 1B on two H200s took 15 us under FSDP2 and 16 under ZeRO-3 (grpo-two-gpus.json). Assumed for other hosts."""
 PROBE_TOKENS = 64
 """Tokens of the pass whose operators are counted. Their number hardly depends on the tokens."""
 KERNELS_OF_CACHE, KERNELS_OF_SAMPLING = 3, 30
-"""What a decoding step launches beside a forward pass: per layer, and per token."""
+"""The kernels that a decoding step launches beside a forward pass: per layer, and per token."""
 LOGITS_PASSES = 8
 """How often sampling reads or writes the logits in fp32."""
 

@@ -100,7 +100,7 @@ def _refuse_references(originals: set[int], twin: nn.Module) -> None:
 
 
 def _cells(function: object) -> dict[str, Any]:
-    """What a function sees of the functions around it, by name."""
+    """The variables of enclosing functions that a function uses, by name."""
     if not isinstance(function, FunctionType):
         return {}
     found = {}

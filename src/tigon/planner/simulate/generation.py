@@ -33,7 +33,7 @@ class Completions:
     gathered_bytes: int
     """The whole weights, if the GPU holds a part of them otherwise."""
     peak_bytes: int
-    """What the GPU holds at the last token."""
+    """The memory that the GPU holds at the last token."""
 
 
 def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completions | None:
