@@ -12,7 +12,7 @@ import pytest
 from planner_helpers import BARE, H200, config_of, request_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.cases.several_cards import CARD, CARD_BYTES
+from benchmarks.cases.several_cards import CARDS
 from benchmarks.pages import several_cards
 from tests.short_names import settings_of
 from tigon.errors import RecipeError, UsageError
@@ -301,7 +301,7 @@ PEAK_LIMITS = {"8B, 16 layers, four, tensor groups of two": 0.04}
 def test_estimate_matches_measured_steps_on_several_h100s(name: str, tmp_path: Path) -> None:
     row, path = MEASURED_CARDS[name], tmp_path / "recipe.yaml"
     path.write_text(json.dumps(row["recipe"]), encoding="utf-8")  # JSON is YAML
-    planned = predict(recipe_checks.load(path, gpu_present=lambda: True), CARD, CARD_BYTES)
+    planned = predict(recipe_checks.load(path, gpu_present=lambda: True), *CARDS["h100"])
     assert planned["peak_allocated_bytes"] == pytest.approx(row["peak_bytes"], rel=PEAK_LIMITS.get(name, 0.03))
     assert planned["step_s"] * 1000 == pytest.approx(row["ms"], rel=0.1)
 
