@@ -8,8 +8,8 @@
 
 On four cards, rows of one or two cards run two at a time, each on its own pair of cards. Rows of four run alone. With
 two cards, rows of four are left out. A call goes on with the record at `--json` and runs what it lacks. Each row has
-new processes, which have imported their packages while the row before ran. A row that takes three times as long as
-expected is ended.
+new processes. Those of several rows import their packages together, before the first of these rows runs. A row that
+takes three times as long as expected is ended.
 
 `losses` rows train a small model in fp32 and must repeat the losses of one process. The others train random tokens with
 the widths of the real model. `profile` in a line has the kernels of one step of the main process.

@@ -29,7 +29,7 @@ LEAST_S = 40.0
 
 
 class Lane:
-    """A set of cards. Processes for the next row import while a row runs."""
+    """A set of cards. Processes for several rows import together, before the first of these rows runs."""
 
     def __init__(self, cards: tuple[int, ...], folder: Path, checkpoints: Checkpoints, *, tiny: bool) -> None:
         self.cards, self.checkpoints, self.tiny = cards, checkpoints, tiny
@@ -67,9 +67,9 @@ class Lane:
             "environment": dict(row.environment),
         }
         limit_s = min(most_s, SLOW * row.seconds if not self.tiny else 600)
+        if (missing := row.cards - self.workers.n_ready) > 0:  # no process imports beside a row, whose host it would slow
+            self.workers.prepare(missing + ahead)
         with self.workers.carry_out(order, log, processes=row.cards) as group:
-            if self.workers.n_ready < min(ahead, len(self.cards)):
-                self.workers.prepare(ahead - self.workers.n_ready)
             left_s = limit_s - (time.monotonic() - began_s)
             code = group.wait(max(min(LEAST_S, most_s), left_s))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
