@@ -67,7 +67,7 @@ class Lane:
             "environment": dict(row.environment),
         }
         limit_s = min(most_s, SLOW * row.seconds if not self.tiny else 600)
-        if (missing := row.cards - self.workers.n_ready) > 0:  # no process imports beside a row, whose host it would slow
+        if (missing := row.cards - self.workers.n_ready) > 0:  # imports beside a row would slow its host
             self.workers.prepare(missing + ahead)
         with self.workers.carry_out(order, log, processes=row.cards) as group:
             left_s = limit_s - (time.monotonic() - began_s)
