@@ -357,12 +357,15 @@ class Zero3(_Zero):
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
+        # this GPU's part of the first weight is there beside all whole weights; each later part, beside fewer
+        first_part = 0 if self._offloads else share(model.weights[0].nbytes, self.gpus)
         if placement.loaded_itemsize and loading.fits_whole():
             whole = loading.load_whole(for_the_host=self._offloads)
             self._cast(loading, whole)
+            ledger.alloc_briefly(first_part, component="weights")
             for tensors in whole:
                 ledger.free_all(tensors)
         elif placement.loaded_itemsize:
             # DeepSpeed moves all weights before it partitions any.
-            ledger.alloc_briefly(*(weight.nbytes for weight in model.weights), component="weights")
+            ledger.alloc_briefly(*(weight.nbytes for weight in model.weights), first_part, component="weights")
         ledger.alloc(placement.weights, "weights")
