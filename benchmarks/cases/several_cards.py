@@ -183,14 +183,14 @@ def _beside(measured: float, planned: float | None) -> str:
 
 
 def _plan(bench: Bench) -> None:
-    """Write the plan of every row that is timed on a GPU, or why it has none."""
+    """Write the plan of every row of `tigon train` that is timed on a GPU, or why it has none."""
     path: Path | None = bench.given.predictions
     if path is None:
         bench.refuse("--plan writes the file that --predictions names")
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for stage in table.chosen(bench.given.rows):
-            for row in (one for one in stage if not one.name.startswith("losses")):
+            for row in (one for one in stage if one.is_planned):
                 file = Path(scratch, "recipe.yaml")
                 file.write_text(yaml.safe_dump(table.sections(row, tiny=False)), encoding="utf-8")
                 plans[row.name] = predicted(file, bench.given.card)

@@ -114,14 +114,14 @@ def scaling() -> str:
 
 
 def _cards(row: Mapping[str, Any], card: str) -> str:
-    return f"{len(row['cards'])} {card.upper()}"
+    return f"{len(row['cards'])}x{card.upper()}"
 
 
 def _beside(planned: float | None, measured: float, unit: float) -> str:
     if planned is None:
         return "-"
     digits = 0 if unit == 1 else 2
-    return f"{planned / unit:,.{digits}f} ({100 * (planned / measured - 1):+.1f} %)"
+    return f"{planned / unit:,.{digits}f} ({100 * (planned / measured - 1):+.1f}%)"
 
 
 PARTS: Mapping[str, Callable[[], str]] = {"losses": losses, "times": times, "planned": planned, "scaling": scaling}

@@ -49,6 +49,11 @@ class Row:
     tiny: Keys = field(default_factory=dict)
     """Keys of `--tiny`."""
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner predicts it: a timed run of `tigon train`."""
+        return not self.name.startswith("losses") and not self.plain
+
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
@@ -300,7 +305,7 @@ _TWO_TIMES = (
     _timed("8B, 16 layers, ZeRO++ with 8-bit weights", 2, {**_HALF, **_INT8}),
     _timed("8B, ZeRO-3", 2, {**_8B, **_ZERO_3}, seconds=45),
     _timed("8B, ZeRO-2", 2, {**_8B, **_ZERO_2}, seconds=45),
-    _timed("8B, plain FSDP2", 2, {**_MORE_STEPS, "model.kernels": "none"}, plain=True),
+    _timed("8B, plain FSDP2", 2, _MORE_STEPS, plain=True),
     _timed("8B, FSDP2 in 33.1 GiB", 2, {**_8B_FSDP, "train.checkpointing": _FIRST_CHOICE}, seconds=35),
     _timed("8B, FSDP2 in 33.7 GiB", 2, {**_MORE_STEPS, "train.checkpointing": _PLAIN_MEMORY}),
     _timed("8B, FSDP2, nothing recomputed", 2, {**_8B_FSDP, "train.checkpointing": "none"}, seconds=35),
