@@ -220,7 +220,8 @@ class Fsdp(Engine):
     def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
         if self._by_muon(model):
-            notes = (*notes, "Muon's steps on matrices that FSDP2 divides took 1.6 times this plan on two H200s whose host was busy.")
+            measured = "took 1.6 times their plan on two H200s with a busy host"
+            notes = (*notes, f"Muon's steps on matrices that FSDP2 divides {measured}.")
         if self.settings.sharding.tensor > 1:
             notes = (*notes, "Groups that divide matrices are bound by the CPU until their matrices are very large.")
         if self.settings.lora.quantize:
