@@ -14,7 +14,7 @@ from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, Reduc
 from tigon.planner.simulate.generation import Completions, generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
-from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
+from tigon.planner.simulate.playback import GradientRules, GraphMemory, StageBytes, replay, replay_evaluation
 from tigon.planner.trace.cache.step_tapes import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
 
@@ -149,7 +149,15 @@ class SimulatedRun:
                     update_bytes=update_bytes,
                 ),
                 gathered=gathered,
-                gathered_bytes=(gathered_plan.forward, gathered_plan.backward, gathered_plan.last),
+                gathered_bytes=StageBytes(
+                    forward=gathered_plan.forward,
+                    loss=gathered_plan.loss,
+                    loss_backward=gathered_plan.loss_backward,
+                    backward=gathered_plan.backward,
+                    first_layer=gathered_plan.first_layer,
+                    last=gathered_plan.last,
+                    entering=gathered_plan.entering,
+                ),
             )
         if gathered is not None:
             gathered.close()
