@@ -183,11 +183,12 @@ def _beside(measured: float, planned: float | None) -> str:
 
 
 def _plan(bench: Bench) -> None:
-    """Write the plan of every row of `tigon train` that is timed on a GPU, or why it has none."""
+    """Write the plan of each chosen row of `tigon train` that is timed on a GPU, or why it has none."""
     path: Path | None = bench.given.predictions
     if path is None:
         bench.refuse("--plan writes the file that --predictions names")
-    plans: dict[str, Any] = {}
+    kept = path.exists() and bench.given.rows  # plans of other rows stay
+    plans: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["rows"] if kept else {}
     with tempfile.TemporaryDirectory() as scratch:
         for stage in table.chosen(bench.given.rows):
             for row in (one for one in stage if one.is_planned):

@@ -302,6 +302,16 @@ _TWO_TIMES = (
         for name, keys in (("DPO", _DPO), ("GRPO", _GRPO_TIMED))
         for engine, how in (("DDP", {}), ("FSDP2", _FSDP), ("ZeRO-3", _ZERO_3))
     ),
+    *(
+        _timed(
+            f"1B, GRPO, {engine}, transformers' generate",
+            2,
+            {**_1B_ALIGNED, **_GRPO_TIMED, **how, "post_training.generator": "transformers"},
+            post_training=True,
+            seconds=40,
+        )
+        for engine, how in (("FSDP2", _FSDP), ("ZeRO-3", _ZERO_3))
+    ),
     _timed("8B, 16 layers, ZeRO++ with 8-bit weights", 2, {**_HALF, **_INT8}),
     _timed("8B, ZeRO-3", 2, {**_8B, **_ZERO_3}, seconds=45),
     _timed("8B, ZeRO-2", 2, {**_8B, **_ZERO_2}, seconds=45),
