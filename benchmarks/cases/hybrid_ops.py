@@ -1,19 +1,23 @@
-"""Measure the ops of hybrid models and sigmoid routers, and training steps of Qwen3.5-9B by shape.
+"""Measure the ops of hybrid models and sigmoid routers, and training steps of Qwen3.5 by shape.
 
     python -m benchmarks hybrid-ops --json RECORD            # on a GPU with 80 GB
     python -m benchmarks hybrid-ops --part ops
     python -m benchmarks hybrid-ops --part steps --layers 8  # fewer layers
+    python -m benchmarks hybrid-ops --part steps --liger     # transformers with that library and Liger alone
+    python -m benchmarks hybrid-ops --part steps --preset qwen3.5-4b --training full
     python -m benchmarks hybrid-ops --tiny                   # small shapes, also without a GPU
 
 ops     Short convolution (8192 channels, one document and 16), gated norm (heads of 128) and the routers of DeepSeek-V3
         and GLM-4.5-Air, forward and backward of 8192 tokens in bf16: tigon, flash-linear-attention if it is installed,
         and PyTorch. Times in turns, bytes that a call adds to the peak, and errors of the result and of each gradient
         against fp64.
-steps   LoRA of rank 16 on all linear layers, full checkpointing, 8192 tokens as one document and as 16. Weights and
-        tokens are random. The versions take turns on one model:
+steps   LoRA of rank 16 on all linear layers of the 9B, or all weights in bf16 with AdamW (`--training full`) or with
+        bitsandbytes' AdamW in 8 bits (`full-8bit`). Full checkpointing, 8192 tokens as one document and as 16. Weights
+        and tokens are random. The versions take turns on one model:
             PyTorch                 transformers with its own code for the gated delta rule and the convolution
             flash-linear-attention  transformers with that library's kernels, where it is installed
             tigon                   tigon.patch, beside that library where it is installed
+            tigon's op              tigon.patch with tigon's gated delta rule in the library's place
         PyTorch's code mixes packed documents, so it runs with one document alone. flash-linear-attention 0.6 refuses
         its backward on Hopper with Triton 3.4 to 3.7.0; the record then has the message.
 """
@@ -25,7 +29,7 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,14 +46,23 @@ from tigon.bench import timing
 from tigon.bench.numerical_errors import relative_error
 from tigon.models import packed_documents
 from tigon.models.loading.presets import PRESETS
+from tigon.models.seams import convolution as state_layers
 from tigon.models.seams.documents import document_numbers
 from tigon.ops import OPS
 from tigon.planner.request import Request
+from tigon.techniques.keys.settings import Settings
 
+FULL = Settings.of({"train.precision": "bf16", "train.checkpointing": "full"})
+TRAININGS = {
+    "lora": USUAL.having({"train.checkpointing": "full"}),
+    "full": FULL.having({"train.optimizer": "adamw"}),
+    "full-8bit": FULL.having({"train.optimizer": "adamw-8bit"}),
+}
 PARTS = ("ops", "steps")
 PRESET, TOKENS, DOCUMENTS, TURNS = "qwen3.5-9b", 8192, 16, 3
 FLA = "flash-linear-attention"
-FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True}
+OWN = "tigon's op"
+FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True, OWN: False}
 """Version -> whether it may use the library."""
 REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 """The functions of transformers that look for a library."""
@@ -143,6 +156,29 @@ def gated_norm(rows: int, width: int, device: torch.device) -> Problem:
     return Problem("gated_rms_norm", f"{rows} x {width}", inputs, calls, calls["PyTorch"])
 
 
+def scan(tokens: int, heads: int, width: int, documents: int, device: torch.device) -> Problem:
+    """The gated delta rule of two heads of v for each of k, with q and k of length one."""
+    q, k = (F.normalize(torch.randn(1, tokens, heads, width, device=device), dim=-1).bfloat16() for _ in range(2))
+    v = torch.randn(1, tokens, 2 * heads, width, device=device, dtype=torch.bfloat16)
+    g, beta = -0.5 * torch.rand(2, 1, tokens, 2 * heads, device=device) ** 2
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": -2 * beta.bfloat16()}
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    bounds = bounds_of(positions(tokens, documents, device)) if documents > 1 else None
+    op = OPS["gated_delta_rule"]
+    tigons = lambda q, k, v, g, beta: op.call(q, k, v, g, beta, cu_seqlens=bounds)[0]  # noqa: E731
+    calls: dict[str, Callable[..., Tensor]] = {"tigon": tigons}
+    if has_fla():
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        ends = None if bounds is None else bounds.long()
+        calls[FLA] = lambda q, k, v, g, beta: rule(q, k, v, g, beta, cu_seqlens=ends)[0]
+    if documents == 1:
+        modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+        plain = getattr(modeling.torch_chunk_gated_delta_rule, "__wrapped__", modeling.torch_chunk_gated_delta_rule)
+        calls["PyTorch"] = lambda q, k, v, g, beta: plain(q, k, v, g, beta)[0]
+    # In fp64 the op is the chunked formula in PyTorch, which the tests compare with the recurrence.
+    return Problem("gated_delta_rule", f"{tokens} x {2 * heads} heads, {documents} documents", inputs, calls, tigons)
+
+
 def router(name: str, tokens: int, experts: int, groups: int, top_groups: int, device: torch.device) -> Problem:
     logits = torch.randn(tokens, experts, device=device, requires_grad=True)
     bias = 0.1 * torch.randn(experts, device=device)
@@ -160,6 +196,9 @@ def problems(tiny: bool, device: torch.device) -> Iterator[Problem]:
     torch.manual_seed(0)
     yield convolution(tokens, channels, 1, device)
     yield convolution(tokens, channels, 4 if tiny else DOCUMENTS, device)
+    heads = 1 if tiny else 16
+    yield scan(tokens, heads, width, 1, device)
+    yield scan(tokens, heads, width, 4 if tiny else DOCUMENTS, device)
     yield gated_norm(tokens if tiny else 32 * tokens, width, device)
     yield router("deepseek-v3", tokens, 256, 8, 4, device)
     yield router("glm-4.5-air", tokens, 128, 1, 1, device)
@@ -173,8 +212,14 @@ def measured(problem: Problem, device: torch.device) -> dict[str, Any]:
     exact = results(problem.truth, wide, dy.double())
     calls = {name: partial(results, call, problem.inputs, dy) for name, call in problem.calls.items()}
     names = ("out", *(f"d{name}" for name in problem.inputs))
-    errors = {name: dict(zip(names, map(relative_error, call(), exact), strict=True)) for name, call in calls.items()}
-    about = {"op": problem.op, "problem": problem.name}
+    errors, refusals = {}, {}
+    for name, call in [*calls.items()]:
+        try:
+            errors[name] = dict(zip(names, map(relative_error, call(), exact), strict=True))
+        except (RuntimeError, NotImplementedError) as error:  # a library that refuses
+            refusals[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            del calls[name]
+    about = {"op": problem.op, "problem": problem.name, "refusals": refusals}
     return about | {"median_ms": times_ms(calls, device), "peak_bytes": peaks_bytes(calls, device), "errors": errors}
 
 
@@ -183,16 +228,43 @@ def measured(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 def config_of(bench: Bench) -> Any:
     config_class = importlib.import_module("transformers").AutoConfig
-    layers = bench.given.layers or (TINY_LAYERS if bench.tiny else PRESETS[PRESET]["num_hidden_layers"])
+    layers = bench.given.layers or (TINY_LAYERS if bench.tiny else PRESETS[bench.given.preset]["num_hidden_layers"])
     return config_class.for_model(
-        **{**PRESETS[PRESET], **(TINY if bench.tiny else {}), "num_hidden_layers": layers, "use_cache": False}
+        **{
+            **PRESETS[bench.given.preset],
+            **(TINY if bench.tiny else {}),
+            "num_hidden_layers": layers,
+            "use_cache": False,
+        }
     )
+
+
+class FullyTrained(Trained):
+    """A model whose weights are all trained in bf16. Its turns go on from one another, because no copy fits."""
+
+    def __init__(self, model: Any, settings: Settings, ids_BT: Tensor) -> None:
+        self.device, self.ids_BT, self.inputs = ids_BT.device, ids_BT, {}
+        self.model = model.train()
+        tigon.checkpoint(model, "full")
+        self.parameters = [*model.parameters()]
+        if settings.train.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, fused=self.device.type == "cuda")
+        else:
+            self.optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(self.parameters, lr=1e-6)
+
+    def restore(self, start: Sequence[Tensor]) -> None:
+        pass
+
+
+def base_of(trained: Trained) -> Any:
+    """The transformers model, without PEFT's wrapper."""
+    return trained.model.get_base_model() if hasattr(trained.model, "get_base_model") else trained.model
 
 
 @contextlib.contextmanager
 def run_by(version: str, trained: Trained, documents: int) -> Iterator[None]:
     """The model as this version runs it."""
-    modeling = importlib.import_module(type(trained.model.get_base_model()).__module__)
+    modeling = importlib.import_module(type(base_of(trained)).__module__)
     own = {
         name: getattr(function, "__wrapped__", function) for name in REPLACED if (function := getattr(modeling, name))
     }
@@ -201,10 +273,13 @@ def run_by(version: str, trained: Trained, documents: int) -> Iterator[None]:
             stack.enter_context(patch.multiple(modeling, **own))
         positions_1T = positions(trained.ids_BT.numel(), documents, trained.device)
         trained.inputs = {"position_ids": positions_1T}
-        if version == "tigon":
+        if version in ("tigon", OWN):
+            objection = None if version == OWN else "the library runs its gated delta rule"
+            stack.enter_context(patch.object(state_layers, "rule_objection", lambda layer: objection))
+        if version in ("tigon", OWN):
             stack.callback(tigon.patch(trained.model).undo)
             if documents > 1:
-                stack.callback(packed_documents.keep_apart(trained.model.get_base_model()))
+                stack.callback(packed_documents.keep_apart(base_of(trained)))
         elif documents > 1:
             trained.inputs["cu_seq_lens_q"] = bounds_of(positions_1T)
         yield
@@ -214,9 +289,12 @@ def steps(bench: Bench, trained: Trained, config: Any, documents: int) -> dict[s
     """Median step, peak and losses of each version."""
     versions = [name for name in FLA_VERSIONS if name != FLA or has_fla()]
     versions = [name for name in versions if name != "PyTorch" or documents == 1]
+    chosen = [FLA] if bench.given.liger else bench.given.version or versions
+    versions = [name for name in versions if name in chosen]
     turns: dict[str, list[timing.Steps]] = {version: [] for version in versions}
     rows: dict[str, dict[str, Any]] = {version: {} for version in versions}
-    start = [parameter.detach().clone() for parameter in trained.parameters]
+    lora = bench.given.training == "lora"
+    start = [parameter.detach().clone() for parameter in trained.parameters] if lora else []
     for _ in range(TURNS):
         for version in versions:
             if rows[version]:
@@ -232,10 +310,11 @@ def steps(bench: Bench, trained: Trained, config: Any, documents: int) -> dict[s
     for version, timed in turns.items():
         if not rows[version]:
             rows[version] = figures(timing.Steps.joined(timed[1:]), trained.ids_BT.numel())  # the first turn compiles
-    settings = USUAL.having({"train.checkpointing": "full"})
-    request = Request(model=PRESET, config=config, batch=1, seq=trained.ids_BT.numel(), settings=settings, masked=False)
+    settings, preset = TRAININGS[bench.given.training], bench.given.preset
+    request = Request(model=preset, config=config, batch=1, seq=trained.ids_BT.numel(), settings=settings, masked=False)
     plan = predicted(request, bench.device)
-    about = {"layers": config.num_hidden_layers, "tokens": trained.ids_BT.numel(), "documents": documents}
+    about = {"model": preset, "training": bench.given.training, "liger": bench.given.liger}
+    about |= {"layers": config.num_hidden_layers, "tokens": trained.ids_BT.numel(), "documents": documents}
     return about | {"library": has_fla(), "versions": rows, "predicted": plan}
 
 
@@ -247,13 +326,20 @@ def measure(bench: Bench) -> None:
     if "steps" in parts:
         config = config_of(bench)
         ids_BT = torch.randint(0, config.vocab_size, (1, 96 if bench.tiny else TOKENS), device=bench.device)
-        trained = Trained(dense(config, bench.device), USUAL.having({"train.checkpointing": "full"}), ids_BT)
+        model, training = dense(config, bench.device), bench.given.training
+        if bench.given.liger:
+            importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3_5(model=model)
+        trained = (Trained if training == "lora" else FullyTrained)(model, TRAININGS[training], ids_BT)
         for documents in (1, 4 if bench.tiny else DOCUMENTS):
             bench.add("steps", steps(bench, trained, config, documents))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--preset", default=PRESET, help="the model of the steps")
+    parser.add_argument("--training", choices=TRAININGS, default="lora")
+    parser.add_argument("--liger", action="store_true", help="steps with Liger's kernels, by flash-linear-attention")
+    parser.add_argument("--version", action="append", choices=FLA_VERSIONS, help="only this version of the steps")
     parser.add_argument("--layers", type=int, metavar="N", help="layers of the model instead of all")
 
 

@@ -155,6 +155,7 @@ _TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
 
 INSTALLED = tuple(map(int, triton.__version__.split(".")[:2]))
 _UNMASKED = "indices that are cut off at the edge: a mask would let Triton transpose bytes, and lose some"
+_GATES = "a gate and a beta for each token of a chunk, whose heads lie next to each other"
 _PTXAS = "ptxas of CUDA 13.4, which Triton 3.9 brings, where 3.6's spills nothing"
 
 _ALL_KNOWN = (
@@ -187,6 +188,12 @@ _ALL_KNOWN = (
         Known(has_narrow_loads, kernel, "cuda", "four channels a thread, faster on an H100 than eight")
         for kernel in ("causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel")
     ),
+    *(
+        Known(has_narrow_loads, kernel, "cuda", _GATES)
+        for kernel in ("prepare_kernel", "states_kernel", "state_gradients_kernel", "gradients_kernel")
+    ),
+    Known(has_narrow_loads, "gradients_kernel", "hip", _GATES),
+    Known(spills, "gradients_kernel", "hip", "27 registers of gfx942 with tiles of 16 columns; wider ones spill more"),
     Known(has_narrow_loads, "cast_kernel", "cuda", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     Known(has_narrow_loads, "cast_kernel", "hip", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     # docs/support.md has both compilers' registers and spills.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from models_helpers import too_old
 import tigon
 from tigon.errors import PatchError
 from tigon.models import hybrid_layers
-from tigon.models.seams import convolution
+from tigon.models.seams import convolution, delta_rule
+from tigon.models.seams.rebind import owner_of
 from tigon.models.verification.tiny import tiny_model
 
 IDS = torch.randint(3, 60, (2, 21), generator=torch.Generator().manual_seed(0))
@@ -57,6 +60,26 @@ def test_convolution_of_a_library_stays(monkeypatch: pytest.MonkeyPatch) -> None
     report = tigon.patch(model)
     assert "causal_conv1d" not in report.counts
     assert any(entry.reason == "causal-conv1d runs its convolution" for entry in report.left_alone)
+
+
+def test_gated_delta_rule_is_replaced_beside_a_library_with_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says so too, and a Hopper GPU cannot train by the library's rule."""
+    name = hybrid_layers.CONVOLUTION.module
+    library = ModuleType(name)
+    monkeypatch.setattr(library, hybrid_layers.CONVOLUTION.function, lambda: None, raising=False)
+    monkeypatch.setitem(sys.modules, name, library)
+    model = tiny_model("qwen3_5_text", {})
+    planned = hybrid_layers.paths_of(model, fused=True)
+    report = tigon.patch(model)
+    assert [path.runs for path in planned] == [hybrid_layers.TIGON, "causal-conv1d"]
+    assert report.layer_paths == planned, str(report)
+    assert "gated_delta_rule" in report.counts and "causal_conv1d" not in report.counts
+    layer = type(next(m for m in model.modules() if hasattr(m, "head_k_dim")))
+    seen = owner_of(layer.forward, convolution.NAME).__globals__
+    assert seen[delta_rule.NAME].func is delta_rule.delta_rule
+    assert seen[convolution.NAME] is convolution.function_of(layer._tigon_base)
+    report.undo()
+    assert [path.runs for path in hybrid_layers.paths_of(model)] == [hybrid_layers.PYTORCH, "causal-conv1d"]
 
 
 def test_convolution_keeps_its_code_if_it_is_switched_off() -> None:

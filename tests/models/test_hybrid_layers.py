@@ -112,14 +112,19 @@ def test_kernels_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_of_patch_names_the_layers_with_a_state_and_what_runs_them() -> None:
     report = patch(model_of("qwen3_5_text"))
-    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, PYTORCH), (CONV, TIGON)]
+    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, TIGON), (CONV, TIGON)]
     text = str(report)
-    assert "layers with a state\n       3  gated delta rule       PyTorch\n" in text
-    assert text.count("install kernels: pip install flash-linear-attention") == 1
+    assert "layers with a state\n       3  gated delta rule       tigon\n" in text
+    assert "install kernels" not in text
     assert report.to_dict()["layer_paths"][0] == {
-        "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
+        "kind": DELTA, "layers": 3, "runs": TIGON, "library": "flash-linear-attention",
     }  # fmt: skip
     assert "layers with a state" not in str(patch(model_of("llama")))
+
+
+def test_report_of_patch_says_what_to_install_for_layers_without_an_op() -> None:
+    text = str(patch(model_of("kimi_linear")))
+    assert text.count("install kernels: pip install flash-linear-attention") == 1
 
 
 @pytest.mark.parametrize(
@@ -163,8 +168,17 @@ def test_report_of_patch_says_that_the_backward_is_refused(monkeypatch: pytest.M
     library(monkeypatch, hybrid_layers.DELTA_RULE)
     monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
-    text = str(patch(model_of("qwen3_5_text")))
+    text = str(patch(model_of("qwen3_5_text"), convolution=False))
     assert text.count("note: gated delta rule (3 layers) cannot train: flash-linear-attention refuses") == 1
+
+
+def test_op_takes_the_place_of_a_library_that_refuses_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, hybrid_layers.DELTA_RULE)
+    assert patch(model_of("qwen3_5_text")).layer_paths[0].runs == hybrid_layers.DELTA_RULE.library
+    monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    report = patch(model_of("qwen3_5_text"))
+    assert report.layer_paths[0].runs == TIGON and "cannot train" not in str(report)
 
 
 def test_amd_gpu_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,16 @@ DRAWN = {
         "gated_rms_norm", st.tuples(_integers(1, 40), _integers(2, 100).map(lambda n: 3 * n))
     ),
     "causal_conv1d": _same_options("causal_conv1d", st.tuples(_integers(1, 3), _integers(1, 70), _integers(1, 150))),
+    # One head of k and two of v fit every case that has no documents.
+    "gated_delta_rule": st.builds(
+        lambda shape, state: Case(
+            id="drawn",
+            shape=(*shape[:2], 1, 2, shape[2]),
+            options={"values": shape[3], "state": state, "output_final_state": True},
+        ),
+        st.tuples(_integers(1, 2), _integers(1, 140), _integers(1, 40), _integers(1, 40)),
+        st.booleans(),
+    ),
     "rope": _rope_cases(),
     # Eight heads, because a case shares each key head among eight.
     "attention_with_sinks": _same_options(

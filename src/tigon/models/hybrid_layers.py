@@ -133,9 +133,16 @@ def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
     )
 
 
-def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
-    """What runs layers of a kind. The op of a patched model takes the place of PyTorch's convolution."""
-    return TIGON if fused and kind is CONVOLUTION and runs == PYTORCH else runs
+def _fused(kind: LayerKind, runs: str, fused: bool, arch: tuple[int, int] | None = None) -> str:
+    """What runs layers of a kind on a GPU of this compute capability; None for the GPU of this process.
+
+    The ops of a patched model take the place of PyTorch's convolution and gated delta rule, and of the library's gated
+    delta rule where it cannot train.
+    """
+    if not fused or kind not in (CONVOLUTION, DELTA_RULE):
+        return runs
+    refused = kind is DELTA_RULE and runs == kind.library and refused_on(arch) is not None
+    return TIGON if runs == PYTORCH or refused else runs
 
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
@@ -156,7 +163,7 @@ def takes_documents(runs: Mapping[str, str]) -> bool:
     scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
     if not scans:
         return runs.get(CONVOLUTION.name) in (PYTORCH, TIGON)
-    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
+    return all(kind.bounds and runs[kind.name] in (kind.library, TIGON) for kind in scans)
 
 
 @functools.cache
@@ -166,10 +173,15 @@ def found_libraries() -> tuple[str, ...]:
     return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
-def paths_of_counts(counts: Mapping[str, int], *, fused: bool = False) -> tuple[LayerPath, ...]:
-    """`paths_of` a model that need not be built, by the libraries that are installed."""
+def paths_of_counts(
+    counts: Mapping[str, int], *, fused: bool = False, arch: tuple[int, int] | None = None
+) -> tuple[LayerPath, ...]:
+    """`paths_of` a model that need not be built, by the libraries that are installed.
+
+    arch: the compute capability of the run's GPU; None for the GPU of this process.
+    """
     return tuple(
-        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused), kind.library)
+        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused, arch), kind.library)
         for kind in KINDS
         if kind.name in counts
     )
@@ -228,6 +240,12 @@ def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = 
     )
 
 
+def refused_on(arch: tuple[int, int] | None = None) -> str | None:
+    """The sentence of `refused_backward` if the library's gated delta rule cannot train there. None: on this GPU."""
+    library = DELTA_RULE.library
+    return refused_backward([LayerPath(DELTA_RULE.name, 1, library, library)], arch)
+
+
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:
     """The classes of the layers of each kind that the model has, one per layer."""
     kinds_of = _kinds_of(model)
@@ -250,9 +268,10 @@ def _calls(cls: type[nn.Module]) -> frozenset[str]:
 
 def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
     """What runs this kind's part of a layer of this class."""
-    if kind is CONVOLUTION and any(
-        getattr(vars(part).get("_tigon_seam"), "flag", "") == "convolution" for part in layer.__mro__
-    ):
+    seams = [vars(part).get("_tigon_seam") for part in layer.__mro__]
+    of_states = [seam for seam in seams if seam is not None and seam.flag == "convolution"]
+    replaced = {CONVOLUTION: "convolves", DELTA_RULE: "rule"}.get(kind)
+    if replaced is not None and any(getattr(seam, replaced) for seam in of_states):
         return TIGON
     for part in layer.__mro__:
         bound = getattr(sys.modules.get(part.__module__), kind.function, part)

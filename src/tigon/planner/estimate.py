@@ -161,7 +161,7 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes = []
     if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
-    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched):
+    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched, arch=gpu.arch):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
         if refused := refused_backward(paths, gpu.arch):
             notes.append(f"With what is installed here, {refused}.")
