@@ -118,15 +118,24 @@ def decay(gamma, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def inverse(lower, CHUNK: tl.constexpr):
-    """(I + lower)⁻¹ of a strictly lower triangle in fp32, eliminated column by column."""
+def inverse(lower, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + lower)⁻¹ of a strictly lower triangle in fp32.
+
+    The blocks of BLOCK rows on the diagonal are eliminated column by column, all at once. Then two neighbours A and C
+    with B below A become one: the part below A⁻¹ is -C⁻¹ · B · A⁻¹. CHUNK is four times BLOCK.
+    """
     t = tl.arange(0, CHUNK)
     row, col = t[:, None], t[None, :]
+    own = row // BLOCK == col // BLOCK
     x = tl.where(row == col, 1.0, 0.0)
-    for i in range(CHUNK):
-        factors = tl.sum(tl.where(col == i, lower, 0.0), axis=1)
-        pivots = tl.sum(tl.where(row == i, x, 0.0), axis=0)
-        x -= factors[:, None] * pivots[None, :]
+    diagonal = tl.where(own, lower, 0.0)
+    for i in range(BLOCK):
+        factors = tl.sum(tl.where(col % BLOCK == i, diagonal, 0.0), axis=1)
+        pivots = tl.sum(tl.where(row % BLOCK == i, x, 0.0), axis=0)
+        x -= tl.where(own, factors[:, None] * pivots[None, :], 0.0)
+    pairs = row // (2 * BLOCK) == col // (2 * BLOCK)
+    x -= product(product(x, tl.where(pairs & (row // BLOCK > col // BLOCK), lower, 0.0)), x)
+    x -= product(product(x, tl.where(pairs, 0.0, lower)), x)
     return x
 
 
@@ -160,7 +169,7 @@ def prepare_kernel(
         beta = tl.load(BETA + rows * HEADS + head, mask=there, other=0.0).to(tl.float32)
         k = tile(K + (head // GROUP) * WIDTH, rows, tl.arange(0, BLOCK), stride_k, WIDTH, end)
         lower = product(k, tl.trans(k)) * decay(gamma, CHUNK, False) * beta[:, None]
-        x = inverse(tl.where(t[:, None] > t[None, :], lower, 0.0), CHUNK)
+        x = inverse(tl.where(t[:, None] > t[None, :], lower, 0.0), CHUNK, CHUNK // 4)
         at = INVERSE + (c * HEADS + head) * CHUNK * CHUNK
         store(at, x, t, t, CHUNK, CHUNK, CHUNK)
 

@@ -513,12 +513,12 @@ def gated_delta_rule_oracle(
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """A case's shape is (B, T, H, G, K). values: V if it is not K; documents: their sizes, whose sum is T."""
+    """A case's shape is (B, T, H, G, K). values: V if it is not K; documents: their sizes, which are cut off at T."""
     options = dict(case.options)
     B, T, H, G, K = case.shape
     V = options.pop("values", K)
     sizes, has_state = options.pop("documents", None), options.pop("state", False)
-    cu_seqlens = None if sizes is None else torch.tensor((0, *itertools.accumulate(sizes)), dtype=torch.int32)
+    cu_seqlens = None if sizes is None else torch.tensor((0, *itertools.accumulate(sizes)), dtype=torch.int32).clamp(max=T)
     sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
     q, k = (randn(B, T, H, K, dtype=torch.float32, device=device) for _ in range(2))
     uniform = randn(2, B, T, G, dtype=torch.float32, device=device).sigmoid()
