@@ -1,25 +1,29 @@
 """Measure the ops of hybrid models and sigmoid routers, and training steps of Qwen3.5 by shape.
 
     python -m benchmarks hybrid-ops --json RECORD            # on a GPU with 80 GB
-    python -m benchmarks hybrid-ops --part ops
+    python -m benchmarks hybrid-ops --part ops --op gated_delta_rule
+    python -m benchmarks hybrid-ops --part steps --version tigon --json RECORD   # adds one version to the record
     python -m benchmarks hybrid-ops --part steps --layers 8  # fewer layers
-    python -m benchmarks hybrid-ops --part steps --liger     # transformers with that library and Liger alone
     python -m benchmarks hybrid-ops --part steps --preset qwen3.5-4b --training full
     python -m benchmarks hybrid-ops --tiny                   # small shapes, also without a GPU
 
-ops     Short convolution (8192 channels, one document and 16), gated norm (heads of 128) and the routers of DeepSeek-V3
-        and GLM-4.5-Air, forward and backward of 8192 tokens in bf16: tigon, flash-linear-attention if it is installed,
-        and PyTorch. Times in turns, bytes that a call adds to the peak, and errors of the result and of each gradient
-        against fp64.
+ops     Short convolution (8192 channels, one document and 16), the gated delta rule (16 heads of keys, 32 of values),
+        gated norm (heads of 128) and the routers of DeepSeek-V3 and GLM-4.5-Air, forward and backward of 8192 tokens in
+        bf16: tigon, flash-linear-attention if it is installed, and PyTorch. Times in turns, bytes that a call adds to
+        the peak, and errors of the result and of each gradient against fp64.
 steps   LoRA of rank 16 on all linear layers of the 9B, or all weights in bf16 with AdamW (`--training full`) or with
-        bitsandbytes' AdamW in 8 bits (`full-8bit`). Full checkpointing, 8192 tokens as one document and as 16. Weights
-        and tokens are random. The versions take turns on one model:
+        bitsandbytes' AdamW in 8 bits (`full-8bit`). Full checkpointing, 8192 tokens as 16 documents and as one. Weights
+        and tokens are random. Each version builds its own model from one seed:
             PyTorch                 transformers with its own code for the gated delta rule and the convolution
             flash-linear-attention  transformers with that library's kernels, where it is installed
             tigon                   tigon.patch, beside that library where it is installed
             tigon's op              tigon.patch with tigon's gated delta rule in the library's place
+            Liger                   transformers with that library's kernels, and Liger's
         PyTorch's code mixes packed documents, so it runs with one document alone. flash-linear-attention 0.6 refuses
-        its backward on Hopper with Triton 3.4 to 3.7.0; the record then has the message.
+        its backward on Hopper with Triton 3.4 to 3.7.0; the record then has the message. The two libraries compile and
+        tune for a minute. Give each version a process of its own (`--version`), so that one that takes too long leaves
+        the others their lines: a process adds its line to the record at --json.
+plans   The planner's peak and step of that training by tigon.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +46,7 @@ from torch import Tensor
 
 import tigon
 from benchmarks.cases.lora import USUAL, Trained, dense
-from benchmarks.harness import Bench, Case, figures, peaks_bytes, predicted, times_ms
+from benchmarks.harness import Bench, Case, figures, kernels_of, peaks_bytes, predicted, times_ms
 from tigon.bench import timing
 from tigon.bench.numerical_errors import relative_error
 from tigon.models import packed_documents
@@ -58,12 +63,13 @@ TRAININGS = {
     "full": FULL.having({"train.optimizer": "adamw"}),
     "full-8bit": FULL.having({"train.optimizer": "adamw-8bit"}),
 }
-PARTS = ("ops", "steps")
-PRESET, TOKENS, DOCUMENTS, TURNS = "qwen3.5-9b", 8192, 16, 3
+PARTS = ("ops", "steps", "plans")
+PRESET, TOKENS, DOCUMENTS = "qwen3.5-9b", 8192, 16
 FLA = "flash-linear-attention"
 OWN = "tigon's op"
-FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True, OWN: False}
-"""Version -> whether it may use the library."""
+LIGER = "Liger"
+FLA_VERSIONS: Mapping[str, bool] = {"PyTorch": False, FLA: True, "tigon": True, OWN: False, LIGER: True}
+"""Version -> whether it may use the library. Liger is the last, because it replaces classes of transformers."""
 REPLACED = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 """The functions of transformers that look for a library."""
 TINY = {
@@ -285,62 +291,91 @@ def run_by(version: str, trained: Trained, documents: int) -> Iterator[None]:
         yield
 
 
-def steps(bench: Bench, trained: Trained, config: Any, documents: int) -> dict[str, Any]:
-    """Median step, peak and losses of each version."""
-    versions = [name for name in FLA_VERSIONS if name != FLA or has_fla()]
-    versions = [name for name in versions if name != "PyTorch" or documents == 1]
-    chosen = [FLA] if bench.given.liger else bench.given.version or versions
-    versions = [name for name in versions if name in chosen]
-    turns: dict[str, list[timing.Steps]] = {version: [] for version in versions}
-    rows: dict[str, dict[str, Any]] = {version: {} for version in versions}
-    lora = bench.given.training == "lora"
-    start = [parameter.detach().clone() for parameter in trained.parameters] if lora else []
-    for _ in range(TURNS):
-        for version in versions:
-            if rows[version]:
-                continue
+def built(bench: Bench, version: str) -> Trained:
+    """The model of a version with its optimizer. All versions have the same weights and tokens."""
+    config, training = config_of(bench), bench.given.training
+    torch.manual_seed(1)
+    ids_BT = torch.randint(0, config.vocab_size, (1, 96 if bench.tiny else TOKENS), device=bench.device)
+    model = dense(config, bench.device)
+    if version == LIGER:
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3_5(model=model)
+    return (Trained if training == "lora" else FullyTrained)(model, TRAININGS[training], ids_BT)
+
+
+def measured_steps(bench: Bench, trained: Trained, version: str, documents: int) -> dict[str, Any]:
+    """Median step, peak and losses of one version, or what it raises."""
+    given = bench.given
+    try:
+        with run_by(version, trained, documents):
+            timed = timing.time_steps(trained.step, bench.device, steps=given.steps, warm_ups=given.warm_ups)
+            row = figures(timed, trained.ids_BT.numel())
+            return row | ({"profile": kernels_of(trained.step, bench.device)} if given.profile else {})
+    except (RuntimeError, NotImplementedError) as error:  # a library that refuses, or too little memory
+        trained.optimizer.zero_grad(set_to_none=True)
+        return {"detail": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def steps(bench: Bench) -> None:
+    """Add the lines of the versions that the record lacks."""
+    given = bench.given
+    done = {(line["version"], line["documents"]) for line in bench.resume("steps", ("version", "documents", "profile"))}
+    counts = given.documents or ([4, 1] if bench.tiny else [DOCUMENTS, 1])
+    for version in given.version or [name for name in FLA_VERSIONS if has_fla() or name not in (FLA, LIGER)]:
+        wanted = [n for n in counts if (version, n) not in done and (n == 1 or version != "PyTorch")]
+        if not wanted:
+            continue
+        trained = built(bench, version)
+        note(bench, f"{version}: built")
+        start = [parameter.detach().clone() for parameter in trained.parameters] if given.training == "lora" else []
+        for documents in wanted:
             trained.restore(start)
             bench.free()
-            try:
-                with run_by(version, trained, documents):
-                    turns[version].append(timing.time_steps(trained.step, bench.device, steps=2, warm_ups=1))
-            except (RuntimeError, NotImplementedError) as error:  # a library that refuses, or too little memory
-                rows[version]["detail"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                trained.optimizer.zero_grad(set_to_none=True)
-    for version, timed in turns.items():
-        if not rows[version]:
-            rows[version] = figures(timing.Steps.joined(timed[1:]), trained.ids_BT.numel())  # the first turn compiles
-    settings, preset = TRAININGS[bench.given.training], bench.given.preset
-    request = Request(model=preset, config=config, batch=1, seq=trained.ids_BT.numel(), settings=settings, masked=False)
-    plan = predicted(request, bench.device)
-    about = {"model": preset, "training": bench.given.training, "liger": bench.given.liger}
-    about |= {"layers": config.num_hidden_layers, "tokens": trained.ids_BT.numel(), "documents": documents}
-    return about | {"library": has_fla(), "versions": rows, "predicted": plan}
+            layers = base_of(trained).config.num_hidden_layers
+            about = {"model": given.preset, "training": given.training, "layers": layers, "version": version}
+            about |= {"library": has_fla(), "tokens": trained.ids_BT.numel(), "documents": documents}
+            bench.add("steps", about | measured_steps(bench, trained, version, documents))
+            note(bench, f"{version}: {documents} documents")
+        del trained, start
+        bench.free()
+
+
+def note(bench: Bench, text: str) -> None:
+    """Say where the time goes: compilers and tuners take most of it."""
+    print(f"{bench.seconds:.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def plan(bench: Bench) -> dict[str, Any]:
+    """The planner's peak and step of this training by tigon."""
+    given, config, tokens = bench.given, config_of(bench), 96 if bench.tiny else TOKENS
+    settings = TRAININGS[given.training]
+    request = Request(model=given.preset, config=config, batch=1, seq=tokens, settings=settings, masked=False)
+    about = {"model": given.preset, "training": given.training, "layers": config.num_hidden_layers, "tokens": tokens}
+    return about | predicted(request, bench.device)
 
 
 def measure(bench: Bench) -> None:
     parts = bench.given.part or PARTS
     for problem in problems(bench.tiny, bench.device) if "ops" in parts else ():
-        bench.add("ops", measured(problem, bench.device))
-        bench.free()
+        if bench.given.op in (None, problem.op):
+            bench.add("ops", measured(problem, bench.device))
+            bench.free()
     if "steps" in parts:
-        config = config_of(bench)
-        ids_BT = torch.randint(0, config.vocab_size, (1, 96 if bench.tiny else TOKENS), device=bench.device)
-        model, training = dense(config, bench.device), bench.given.training
-        if bench.given.liger:
-            importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3_5(model=model)
-        trained = (Trained if training == "lora" else FullyTrained)(model, TRAININGS[training], ids_BT)
-        for documents in (1, 4 if bench.tiny else DOCUMENTS):
-            bench.add("steps", steps(bench, trained, config, documents))
+        steps(bench)
+    if "plans" in parts:
+        bench.add("plans", plan(bench))
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--op", metavar="NAME", help="only this op of the ops")
     parser.add_argument("--preset", default=PRESET, help="the model of the steps")
     parser.add_argument("--training", choices=TRAININGS, default="lora")
-    parser.add_argument("--liger", action="store_true", help="steps with Liger's kernels, by flash-linear-attention")
     parser.add_argument("--version", action="append", choices=FLA_VERSIONS, help="only this version of the steps")
+    parser.add_argument("--documents", action="append", type=int, metavar="N", help="only this many documents")
     parser.add_argument("--layers", type=int, metavar="N", help="layers of the model instead of all")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps (default: 3)")
+    parser.add_argument("--warm-ups", type=int, default=2, metavar="N", help="steps before them (default: 2)")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of one more step")
 
 
-CASE = Case(measure=measure, options=options, packages=("peft", FLA))
+CASE = Case(measure=measure, options=options, packages=("peft", FLA, "triton", "liger-kernel"))

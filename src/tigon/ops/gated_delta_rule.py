@@ -518,7 +518,9 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     B, T, H, G, K = case.shape
     V = options.pop("values", K)
     sizes, has_state = options.pop("documents", None), options.pop("state", False)
-    cu_seqlens = None if sizes is None else torch.tensor((0, *itertools.accumulate(sizes)), dtype=torch.int32).clamp(max=T)
+    cu_seqlens = (
+        None if sizes is None else torch.tensor((0, *itertools.accumulate(sizes)), dtype=torch.int32).clamp(max=T)
+    )
     sequences = B if cu_seqlens is None else len(cu_seqlens) - 1
     q, k = (randn(B, T, H, K, dtype=torch.float32, device=device) for _ in range(2))
     uniform = randn(2, B, T, G, dtype=torch.float32, device=device).sigmoid()
