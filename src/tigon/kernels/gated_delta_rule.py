@@ -122,7 +122,7 @@ def inverse(lower, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """(I + lower)⁻¹ of a strictly lower triangle in fp32.
 
     The blocks of BLOCK rows on the diagonal are eliminated column by column, all at once. Then two neighbours A and C
-    with B below A become one: the part below A⁻¹ is -C⁻¹ · B · A⁻¹. CHUNK is four times BLOCK.
+    with B below A become one: the part below A⁻¹ is -C⁻¹ · B · A⁻¹. CHUNK is BLOCK or four times BLOCK.
     """
     t = tl.arange(0, CHUNK)
     row, col = t[:, None], t[None, :]
@@ -133,9 +133,10 @@ def inverse(lower, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
         factors = tl.sum(tl.where(col % BLOCK == i, diagonal, 0.0), axis=1)
         pivots = tl.sum(tl.where(row % BLOCK == i, x, 0.0), axis=0)
         x -= tl.where(own, factors[:, None] * pivots[None, :], 0.0)
-    pairs = row // (2 * BLOCK) == col // (2 * BLOCK)
-    x -= product(product(x, tl.where(pairs & (row // BLOCK > col // BLOCK), lower, 0.0)), x)
-    x -= product(product(x, tl.where(pairs, 0.0, lower)), x)
+    if BLOCK < CHUNK:
+        pairs = row // (2 * BLOCK) == col // (2 * BLOCK)
+        x -= product(product(x, tl.where(pairs & (row // BLOCK > col // BLOCK), lower, 0.0)), x)
+        x -= product(product(x, tl.where(pairs, 0.0, lower)), x)
     return x
 
 
@@ -157,6 +158,7 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
+    ELIMINATED: tl.constexpr,
 ):
     c, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, end = place_of(CU, OFFSETS, DOCUMENTS, c, T, CHUNK, VARLEN)
@@ -169,7 +171,7 @@ def prepare_kernel(
         beta = tl.load(BETA + rows * HEADS + head, mask=there, other=0.0).to(tl.float32)
         k = tile(K + (head // GROUP) * WIDTH, rows, tl.arange(0, BLOCK), stride_k, WIDTH, end)
         lower = product(k, tl.trans(k)) * decay(gamma, CHUNK, False) * beta[:, None]
-        x = inverse(tl.where(t[:, None] > t[None, :], lower, 0.0), CHUNK, CHUNK // 4)
+        x = inverse(tl.where(t[:, None] > t[None, :], lower, 0.0), CHUNK, ELIMINATED)
         at = INVERSE + (c * HEADS + head) * CHUNK * CHUNK
         store(at, x, t, t, CHUNK, CHUNK, CHUNK)
 
@@ -282,11 +284,14 @@ def outputs_kernel(
 
 
 def tiles(x):
-    """(columns of the state, columns of V, chunks that are loaded ahead) of a program, by the chip's shared memory."""
+    """(columns of the state, columns of V, chunks that are loaded ahead, rows of a block of the inverse) of a program.
+
+    They depend on the chip's shared memory. The products of an inverse by blocks spill registers on RTX 30 and A100.
+    """
     shared = _launch.shared_bytes(x.device.index)
     if shared >= 200 << 10:
-        return 32, 64, 3
-    return (32, 32, 1) if shared >= 96 << 10 else (16, 16, 1)
+        return 32, 64, 3, CHUNK // 4
+    return (32, 32, 1, CHUNK) if shared >= 96 << 10 else (16, 16, 1, CHUNK)
 
 
 def chunks_of(cu_seqlens, B, T, chunk):
@@ -315,7 +320,7 @@ class Problem:
     def __init__(self, q, k, v, cu_seqlens):
         (self.B, self.T, H, self.width), (self.heads, self.values) = k.shape, v.shape[2:]
         self.chunk, self.group = CHUNK, self.heads // H
-        self.state_columns, self.columns, self.stages = tiles(k)
+        self.state_columns, self.columns, self.stages, self.eliminated = tiles(k)
         self.cu = cu_seqlens
         self.chunks, self.offsets, self.documents = chunks_of(cu_seqlens, self.B, self.T, self.chunk)
         self.sequences = self.B if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -383,7 +388,8 @@ def gated_delta_rule_fwd(q, k, v, g, beta, state, cu_seqlens, scale, want_final)
     sizes = p.sizes(p.columns)
     narrow = {name: sizes[name] for name in ("WIDTH", "CHUNK", "BLOCK", "VARLEN")}
     shared = {**p.bounds(), **p.numbers, "stride_k": k.stride(1), **narrow}
-    p.per_chunk(prepare_kernel, k, "prepare", K=k, G=g, BETA=beta, GAMMA=gamma, INVERSE=inverse, **shared)
+    given = {"K": k, "G": g, "BETA": beta, "GAMMA": gamma, "INVERSE": inverse}
+    p.per_chunk(prepare_kernel, k, "prepare", **given, **shared, ELIMINATED=p.eliminated)
     s, u = states(p, k, v, gamma, beta, inverse, state, final)
     strides = {"stride_q": q.stride(1), "stride_k": k.stride(1), "scale": float(scale)}
     p.per_chunk(
