@@ -310,7 +310,7 @@ def measured_steps(bench: Bench, trained: Trained, version: str, documents: int)
             timed = timing.time_steps(trained.step, bench.device, steps=given.steps, warm_ups=given.warm_ups)
             row = figures(timed, trained.ids_BT.numel())
             return row | ({"profile": kernels_of(trained.step, bench.device)} if given.profile else {})
-    except (RuntimeError, NotImplementedError) as error:  # a library that refuses, or too little memory
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # a library refuses, or too little memory
         trained.optimizer.zero_grad(set_to_none=True)
         return {"detail": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 

@@ -286,11 +286,12 @@ def outputs_kernel(
 def tiles(x):
     """(columns of the state, columns of V, chunks that are loaded ahead, rows of a block of the inverse) of a program.
 
-    They depend on the chip's shared memory. The products of an inverse by blocks spill registers on RTX 30 and A100.
+    They depend on the chip's shared memory and the width of a number. The products of an inverse by blocks spill
+    registers on RTX 30 and A100.
     """
     shared = _launch.shared_bytes(x.device.index)
     if shared >= 200 << 10:
-        return 32, 64, 3, CHUNK // 4
+        return (32, 64, 3, CHUNK // 4) if x.itemsize == 2 else (16, 32, 1, CHUNK // 4)
     return (32, 32, 1, CHUNK) if shared >= 96 << 10 else (16, 16, 1, CHUNK)
 
 
