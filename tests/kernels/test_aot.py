@@ -192,8 +192,6 @@ _ALL_KNOWN = (
         Known(has_narrow_loads, kernel, "cuda", _GATES)
         for kernel in ("prepare_kernel", "states_kernel", "state_gradients_kernel", "gradients_kernel")
     ),
-    Known(has_narrow_loads, "gradients_kernel", "hip", _GATES),
-    Known(spills, "gradients_kernel", "hip", "27 registers of gfx942 with tiles of 16 columns; wider ones spill more"),
     Known(has_narrow_loads, "cast_kernel", "cuda", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     Known(has_narrow_loads, "cast_kernel", "hip", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     # docs/support.md has both compilers' registers and spills.
@@ -208,6 +206,8 @@ EXPONENTIALS = {
     "label_logit_kernel", "exp_logits_kernel", "row_factors_kernel", "scaled_product_kernel", "label_order_kernel",
     "label_rows_kernel", "scaled_rows_kernel",
 }  # fmt: skip
+_RULE = "prepare states outputs du state_gradients gradients"
+DELTA_RULE = {f"{name}_kernel" for name in _RULE.split()}
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -219,6 +219,9 @@ EXPONENTIALS = {
 def test_kernel_compiles_without_unexplained_faults(
     report_of: Callable[[str], Report], op: str, target: str, fault: Callable[[Binary], bool]
 ) -> None:
+    chip = ALL_TARGETS[target].chip
+    if chip and op in chip.spills:
+        pytest.skip(f"PyTorch runs {op} on {chip.names}")
     explained = [known for known in KNOWN if known.fault is fault]
     faulty = [b for b in report_of(target).of(op, target) if fault(b)]
     unexplained = [b for b in faulty if not any(known.explains(b) for known in explained)]
@@ -248,6 +251,7 @@ def test_op_without_kernels_launches_none(report_of: Callable[[str], Report]) ->
 def test_every_kernel_is_launched_by_a_case(report_of: Callable[[str], Report], target: str) -> None:
     report, chip = report_of(target), ALL_TARGETS[target].chip
     elsewhere = set() if chip and chip.logits_tile else EXPONENTIALS
+    elsewhere = elsewhere | (DELTA_RULE if chip and "gated_delta_rule" in chip.spills else set())
     launched = {b.kernel for b in report.binaries if b.target == target}
     assert launched == set(report.kernels) - elsewhere
 

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
 from tigon.errors import ShapeError
+from tigon.kernels import chips
 from tigon.ops import gated_delta_rule
+from tigon.ops.dispatch import PRIMITIVES
 from tigon.ops.gated_delta_rule import MAX_WIDTH, gated_delta_rule_oracle
 from tigon.planner.trace.cuda_scratch import scratch_bytes
 
@@ -48,6 +50,32 @@ def test_kernels_are_right_with_gates_of_any_strength(strength: str) -> None:
     for name, x, exact in zip(NAMES, got, truth, strict=True):
         assert x.isfinite().all(), name
         assert float((x.cpu() - exact).norm()) <= limit * float(exact.norm()), name
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: there are no kernels on this platform")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_are_right_with_beta_near_two_and_keys_that_are_alike(dtype: torch.dtype) -> None:
+    """Then the chunk's inverse has entries near 2 of both signs, which are kept in 16 bits. No error decays."""
+    q, k, v, g, beta = inputs(70, 0.0, 0.0)
+    k = torch.nn.functional.normalize(k + 2 * k[:, :1], dim=-1)
+    given = [x if x is g else x.to(dtype) for x in (q, k, v, g, 1.9 + 0.1 * beta)]
+    truth = results(gated_delta_rule_oracle, [x.detach().double() for x in given])
+    token_by_token = results(gated_delta_rule_oracle, [x.detach() for x in given])
+    device = "cuda" if HAS_GPU else "cpu"
+    with nullcontext() if HAS_GPU else kernels_on_the_cpu():
+        got = results(gated_delta_rule, [x.detach().to(device) for x in given])
+    for name, x, usual, exact in zip(NAMES, got, token_by_token, truth, strict=True):
+        limit = 4 * float((usual - exact).norm()) if dtype is torch.bfloat16 else 2e-5 * float(exact.norm())
+        assert float((x.cpu() - exact).norm()) <= limit, name
+
+
+def test_chip_whose_kernels_spill_runs_pytorch_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = chips.Chip(names="a slow chip", arch="slow", spills=frozenset({"gated_delta_rule"}))
+    monkeypatch.setattr(chips, "chip", lambda index: slow)
+    given = inputs(5, 0.0, 0.5)
+    with kernels_on_the_cpu(), pytest.warns(UserWarning, match="runs in PyTorch on a slow chip"):
+        body = PRIMITIVES["tigon::gated_delta_rule_fwd"].body(given[0])
+    assert body.__module__ == "tigon.ops.gated_delta_rule"
 
 
 def test_documents_are_computed_as_if_each_were_alone() -> None:

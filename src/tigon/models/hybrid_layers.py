@@ -1,9 +1,9 @@
 """Layers with a state instead of attention: which code runs them, and what to install for fused kernels.
 
-tigon has an op for the short convolution. transformers runs the rest by another library's kernels if it finds that
-library, and by its own PyTorch code otherwise, without a word in most versions. Since 5.16 a decorator in
-transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in the file of
-the model.
+tigon has ops for the short convolution and the gated delta rule. transformers runs the rest by another library's
+kernels if it finds that library, and by its own PyTorch code otherwise, without a word in most versions. Since 5.16 a
+decorator in transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in
+the file of the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from tigon.kernels import chips
+from tigon.ops.gated_delta_rule import MAX_WIDTH
 
 PYTORCH = "PyTorch"
 TIGON = "tigon"
@@ -125,24 +128,63 @@ def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
     fused: The model will be patched.
     """
     in_hub = bool(getattr(model, "use_kernels", False))
+    width = max((getattr(module, "head_k_dim", 0) for module in model.modules()), default=0) if fused else 0
     return tuple(
         LayerPath(
-            kind.name, len(classes), HUB if in_hub else _fused(kind, runs_in(kind, classes[0]), fused), kind.library
+            kind.name,
+            len(classes),
+            HUB if in_hub else _fused(kind, runs_in(kind, classes[0]), width) if fused else runs_in(kind, classes[0]),
+            kind.library,
         )
         for kind, classes in _layers(model).items()
     )
 
 
-def _fused(kind: LayerKind, runs: str, fused: bool, arch: tuple[int, int] | None = None) -> str:
-    """What runs layers of a kind on a GPU of this compute capability; None for the GPU of this process.
+def _fused(kind: LayerKind, runs: str, width: int, arch: tuple[int, int] | None = None) -> str:
+    """What runs layers of a kind in a patched model.
 
-    The ops of a patched model take the place of PyTorch's convolution and gated delta rule, and of the library's gated
-    delta rule where it cannot train.
+    The ops take the place of PyTorch's convolution and gated delta rule, and of the library's gated delta rule where it
+    cannot train.
+
+    Args:
+        runs: what runs them without the patch.
+        width: the numbers of a key of the gated delta rule.
+        arch: the GPU's compute capability; None for the GPU of this process.
     """
-    if not fused or kind not in (CONVOLUTION, DELTA_RULE):
+    if kind not in (CONVOLUTION, DELTA_RULE) or runs == TIGON or not _calls_globals():
+        return runs
+    if kind is DELTA_RULE and rule_objection(width, arch) is not None:
         return runs
     refused = kind is DELTA_RULE and runs == kind.library and refused_on(arch) is not None
     return TIGON if runs == PYTORCH or refused else runs
+
+
+def rule_objection(width: int, arch: tuple[int, int] | None = None) -> str | None:
+    """Why tigon's gated delta rule cannot run keys of `width` numbers on a GPU, or None. arch: as for `_fused`."""
+    if width > MAX_WIDTH:
+        return f"its keys have {width} numbers; the op's limit is {MAX_WIDTH}"
+    here = torch.cuda.current_device() if torch.cuda.is_available() else None
+    chip = chips.chip(here) if arch is None else chips.chip_of_arch(arch)
+    if chip is not None and "gated_delta_rule" in chip.spills:
+        return f"the op's kernels spill registers on {chip.names}"
+    return None
+
+
+def rule_left(model: nn.Module) -> str | None:
+    """One sentence if tigon's op cannot run the gated delta rule of a patched model: why, and what runs."""
+    layers = [module for module in model.modules() if DELTA_RULE in _kinds_of(module)[type(module)]]
+    if not layers or (reason := rule_objection(getattr(layers[0], "head_k_dim", 0))) is None:
+        return None
+    return f"gated_delta_rule: {reason}; {runs_in(DELTA_RULE, type(layers[0]))} runs these layers"
+
+
+@functools.cache
+def _calls_globals() -> bool:
+    """Whether layers call the functions that the ops replace by a global name, as they do since transformers 5.16."""
+    import transformers  # loads transformers
+    from packaging.version import Version  # loads packaging
+
+    return Version(transformers.__version__) >= Version("5.16")
 
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
@@ -174,16 +216,18 @@ def found_libraries() -> tuple[str, ...]:
 
 
 def paths_of_counts(
-    counts: Mapping[str, int], *, fused: bool = False, arch: tuple[int, int] | None = None
+    counts: Mapping[str, int], *, fused: bool = False, width: int = 0, arch: tuple[int, int] | None = None
 ) -> tuple[LayerPath, ...]:
     """`paths_of` a model that need not be built, by the libraries that are installed.
 
-    arch: the compute capability of the run's GPU; None for the GPU of this process.
+    Args:
+        width: the numbers of a key of the gated delta rule.
+        arch: the compute capability of the run's GPU; None for the GPU of this process.
     """
+    runs = {kind: _installed(kind) for kind in KINDS if kind.name in counts}
     return tuple(
-        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused, arch), kind.library)
-        for kind in KINDS
-        if kind.name in counts
+        LayerPath(kind.name, counts[kind.name], _fused(kind, run, width, arch) if fused else run, kind.library)
+        for kind, run in runs.items()
     )
 
 

@@ -344,6 +344,7 @@ gated_delta_rule_fwd = Primitive(
     complete=_complete_fwd,
     fake=_fwd_fake,
     check=_check_bounds,
+    op="gated_delta_rule",
 )
 gated_delta_rule_bwd = Primitive(
     "gated_delta_rule_bwd",
@@ -351,6 +352,7 @@ gated_delta_rule_bwd = Primitive(
     kernel=f"{KERNELS}_backward:gated_delta_rule_bwd",
     complete=_complete_bwd,
     fake=_bwd_fake,
+    op="gated_delta_rule",
 )
 
 
@@ -406,6 +408,8 @@ def gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule of each head, in chunks.
+
+    On RTX 20, T4 and AMD's GPUs it runs in PyTorch, because its kernels spill registers there.
 
     Args:
         q, k: (B, T, H, K), fp16, bf16, fp32 or fp64; never written to. Models normalise both per head beforehand.
@@ -559,7 +563,7 @@ GATED_DELTA_RULE = Op(
     make=_make,
     grads=("q", "k", "v", "g", "beta", "initial_state"),
     case=Case(id="qwen3.5", shape=(1, 70, 1, 2, 24), options={"values": 20}),
-    # The oracle adds token to token. A chunk's sums of 64 gates and its inverse round more, most of all in dg.
-    error_factor=4.0,
+    # The oracle adds token to token. A chunk's sums of 64 gates and its inverse round more in fp32, most of all in dg.
+    fp32_error_factor=4.0,
     cost=_cost,
 )

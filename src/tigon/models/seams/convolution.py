@@ -87,11 +87,11 @@ class ConvolutionSeam(Seam):
     def code(self, module: nn.Module) -> Callable[..., Any]:
         return function_of(type(module)) or type(module).forward
 
-    def op_for(self, module: nn.Module) -> str:
-        return self.op if self.convolves else "gated_delta_rule"
+    def ops_for(self, module: nn.Module) -> tuple[str, ...]:
+        return (*(["gated_delta_rule"] if self.rule else []), *([self.op] if self.convolves else []))
 
     def objection(self, module: nn.Module) -> str | None:
-        if self.rule and (reason := rule_objection(type(module)) or delta_rule.too_wide(module)):
+        if self.rule and (reason := rule_objection(module)):
             return reason
         return self._objection_to_convolution(module) if self.convolves else None
 
@@ -123,12 +123,14 @@ class ConvolutionSeam(Seam):
         return {"forward": rebind(forward, owner, replacements)}
 
 
-def rule_objection(layer: type[nn.Module]) -> str | None:
+def rule_objection(module: nn.Module) -> str | None:
     """Why the gated delta rule of a layer stays, or None."""
-    runs = runs_in(DELTA_RULE, layer)
+    runs = runs_in(DELTA_RULE, type(module))
     if runs != PYTORCH and hybrid_layers.refused_on() is None:
         return f"{runs} runs its gated delta rule"
-    owner = owner_of(layer.forward, delta_rule.NAME)
+    if (reason := hybrid_layers.rule_objection(getattr(module, "head_k_dim", 0))) is not None:
+        return reason
+    owner = owner_of(type(module).forward, delta_rule.NAME)
     assert owner is not None  # candidate() would have said so
     return delta_rule.objection(owner.__globals__[delta_rule.NAME])
 

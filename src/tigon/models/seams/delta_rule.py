@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
+from tigon.errors import ShapeError
 from tigon.models.seams.base import is_dtensor
 from tigon.models.verification import probe
 from tigon.ops.gated_delta_rule import MAX_WIDTH
@@ -45,8 +46,12 @@ def delta_rule(
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' function of the same arguments, by the op."""
-    dtypes = {query.dtype, key.dtype, value.dtype}
-    if len(dtypes) > 1 or key.shape[-1] > MAX_WIDTH or is_dtensor(value):
+    if key.shape[-1] > MAX_WIDTH or is_dtensor(value):
+        if cu_seqlens is not None:
+            raise ShapeError(
+                f"PyTorch's gated delta rule would mix packed documents, and tigon's takes no keys of {key.shape[-1]} "
+                f"numbers (the limit is {MAX_WIDTH}) and no DTensors; set data.packing: false."
+            )
         return original(  # type: ignore[no-any-return]
             query,
             key,
@@ -61,28 +66,24 @@ def delta_rule(
         )
     if use_qk_l2norm_in_kernel:
         query, key = normalised(query), normalised(key)
-    return ops.gated_delta_rule(
-        query,
-        key,
-        value,
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (query, key, value)))
+    o, final = ops.gated_delta_rule(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
         g,
         beta,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
     )
+    return o.to(query.dtype), final
 
 
 @functools.cache
 def fused(original: Callable[..., Any]) -> Callable[..., Any]:
     """The rule with the op; one object for each original."""
     return functools.partial(delta_rule, original)
-
-
-def too_wide(module: nn.Module) -> str | None:
-    """Why the op cannot run the rule of a layer whose keys are wide, or None."""
-    width = getattr(module, "head_k_dim", 0)
-    return f"its keys have {width} numbers; the op's limit is {MAX_WIDTH}" if width > MAX_WIDTH else None
 
 
 def objection(original: Callable[..., Any]) -> str | None:
