@@ -409,7 +409,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule of each head, in chunks.
 
-    On RTX 20, T4 and AMD's GPUs it runs in PyTorch, because its kernels spill registers there.
+    On RTX 20, T4 and AMD's GPUs it runs in PyTorch, because its kernels spill registers there. In 16 bits keys are
+    filled up to 128 numbers, and values to a multiple of 128, because a GPU found other widths wrong.
 
     Args:
         q, k: (B, T, H, K), fp16, bf16, fp32 or fp64; never written to. Models normalise both per head beforehand.
@@ -435,13 +436,41 @@ def gated_delta_rule(
     """
     _check(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = k.shape[-1] ** -0.5 if scale is None else float(check_number("scale", scale))
+    (G, V), K = v.shape[2:], k.shape[-1]
+    narrow = v.dtype.itemsize == 2 and (K, V) != (MAX_WIDTH, MAX_WIDTH) and v.numel() > 0
+    if narrow:
+        q, k, v, g, beta, initial_state = _with_measured_widths(q, k, v, g, beta, initial_state)
     arguments = (q, k, v, g, beta, initial_state, cu_seqlens, scale, output_final_state)
     call = _gated_delta_rule if torch.compiler.is_compiling() else GatedDeltaRule.apply
     o, final = call(*arguments)
+    if narrow:
+        o = o.unflatten(2, (G, -1)).flatten(3)[..., :V]
+        if output_final_state:
+            final = final.unflatten(1, (G, -1)).transpose(2, 3).flatten(3)[..., :K, :V]
     return o, final if output_final_state else None
 
 
 MAX_WIDTH = 128
+
+
+def _with_measured_widths(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The same problem with keys and values of MAX_WIDTH numbers: zeros around them, and a head for each piece of v.
+
+    In 16 bits an H200 found the kernels right with these widths (Triton 3.6). With keys of 24 numbers and values of 40,
+    dk and dg were wrong there, though not in fp32 and not in the interpreter.
+    """
+    K, V = k.shape[-1], v.shape[-1]
+    more_k, more_v = MAX_WIDTH - K, -V % MAX_WIDTH
+    pieces = (V + more_v) // MAX_WIDTH
+    q, k = (torch.nn.functional.pad(x, (0, more_k)) for x in (q, k))
+    v = torch.nn.functional.pad(v, (0, more_v)).unflatten(3, (pieces, MAX_WIDTH)).flatten(2, 3)
+    g, beta = (x.repeat_interleave(pieces, dim=2) for x in (g, beta))
+    if state is not None:
+        state = torch.nn.functional.pad(state, (0, more_v, 0, more_k))
+        state = state.unflatten(3, (pieces, MAX_WIDTH)).transpose(2, 3).flatten(1, 2)
+    return q, k, v, g, beta, state
 
 
 def _check(
