@@ -594,5 +594,7 @@ GATED_DELTA_RULE = Op(
     case=Case(id="qwen3.5", shape=(1, 70, 1, 2, 24), options={"values": 20}),
     # The oracle adds token to token. A chunk's sums of 64 gates and its inverse round more in fp32, most of all in dg.
     fp32_error_factor=4.0,
+    # Heads of 128 with usual gates and beta, torch 2.11, Triton 3.6, 2026-11-28; not all cases of the tests.
+    errors={"fp32": 7.7e-07, "bf16": 4.2e-03, "fp16": 4.7e-04},
     cost=_cost,
 )
