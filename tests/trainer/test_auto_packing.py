@@ -51,6 +51,16 @@ def test_few_rows_are_not_packed_and_the_line_says_why():
     )
 
 
+def test_rows_that_packed_are_fewer_than_a_step_are_not_packed():
+    packing, n_samples, (line,) = choice(encoded(20), {"steps": 60})
+    assert (packing, n_samples) == (False, 20)
+    assert (
+        line
+        == "packing  off: packed, 20 rows are 2 samples, fewer than the 4 of a step (data.packing: true packs them)"
+    )
+    assert choice(encoded(3), {"steps": 60}) == (True, 1, ())  # the run is refused either way
+
+
 @pytest.mark.parametrize(
     "documents, train, data, packs",
     [
@@ -118,9 +128,10 @@ def test_packed_run_with_too_few_samples_is_told_to_unpack(here, recipe, tigon):
     chats(here, 24)
     save(here / "m")
     path = recipe(
-        model={"name": "m", "config": None}, data={"source": "my.jsonl", "sequence_length": 120, "vocab_size": 8192},
+        model={"name": "m", "config": None},
+        data={"source": "my.jsonl", "sequence_length": 120, "vocab_size": 8192, "packing": True},
         train={"batch_size": 16},
-    )  # fmt: skip
+    )
     line = tigon("train", path).error_line()
     assert "fewer than train.batch_size 16; set data.packing: false, which gives 22, lower train.batch_size" in line
 

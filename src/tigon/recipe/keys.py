@@ -98,7 +98,7 @@ class DataConfig(Section):
     packing: bool | None = key(None)
     """Pack several documents into each sample; false: each sample holds one document, or a piece of one, and is padded
     to the longest sample of its micro-batch. null: pack, except rows that `train.epochs` would then train on in fewer
-    than 100 steps."""
+    than 100 steps, or that are too few for one step."""
     cross_document_attention: bool = key(False)
     """Let tokens attend to earlier documents in a packed sample. sdpa then needs no block mask."""
     too_long: str = key("error", choices=("error", "truncate", "drop"))

@@ -1,8 +1,9 @@
 """Replaces `data.packing: null` by true or false, once the rows are tokens.
 
 Packing makes training on many rows fast. But few rows become few samples, and then the optimizer takes almost no steps.
-80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample. A model that
-would mix the documents of a sample gets one document per sample too.
+80 short chats, for example, are 5 samples of 1,024 tokens. So a run of few steps gets one row per sample. So does a run
+whose packed rows are too few for one step. A model that would mix the documents of a sample gets one document per
+sample.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def chosen(
     """The recipe with true or false for null, its training samples, and a line if the choice is false.
 
     The choice depends on the data, the epochs and the samples per step alone, so a resumed run makes it again. With
-    `train.steps` the number of steps is the user's, and packing stays.
+    `train.steps` the number of steps is the user's, and packing stays if the samples are enough for one step.
 
     Args:
         recipe: The recipe.
@@ -53,14 +54,18 @@ def chosen(
         return apart, objective.rows(apart.data).pack(encoded), (f"packing  off: {mixes}",)
     packed = objective.rows(packs.data).pack(encoded)
     n_steps = steps_of(recipe, RunSize(len(packed.samples), 0, data_parallel_size))
-    if recipe.train.epochs is None or n_steps >= LEAST_STEPS or Tokens.of(encoded).are_text.any():
+    per_step = recipe.train.samples_per_step * data_parallel_size
+    too_few = len(packed.samples) < per_step
+    few_steps = recipe.train.epochs is not None and n_steps < LEAST_STEPS
+    if not (too_few or few_steps) or Tokens.of(encoded).are_text.any():
         return packs, packed, ()
     padded = objective.rows(apart.data).pack(encoded)
-    if len(padded.samples) == len(packed.samples):
+    if len(padded.samples) == len(packed.samples) or not (few_steps or len(padded.samples) >= per_step):
         return packs, packed, ()
+    but = f" and the run has {n_steps:,} steps" if few_steps else f", fewer than the {per_step:,} of a step"
     line = (
-        f"packing  off: packed, {len(padded.samples):,} rows are {len(packed.samples):,} samples and the run has "
-        f"{n_steps:,} steps (data.packing: true packs them)"
+        f"packing  off: packed, {len(padded.samples):,} rows are {len(packed.samples):,} samples"
+        f"{but} (data.packing: true packs them)"
     )
     return apart, padded, (line,)
 
