@@ -9,6 +9,7 @@
     libraries.py  loads a model as each library documents it
     agreement.py  decides whether two rows trained the same
     __main__.py   runs each row in its own process, and keeps the record
+    grpo.py       the update of a GRPO step and whole steps, by Unsloth's trainer and TRL's with tigon; no record yet
 
 Each row is compared with Hugging Face's row of its task and size, or with the first row if that one is missing. A row
 with other losses, dtypes or another number of trained weights is listed under `refused`, with the reason. Pages show no
