@@ -24,7 +24,7 @@ from tigon.planner.engines.deepspeed_host_memory import pinned
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.generation_time import completions_s
 from tigon.planner.gpus import Gpu
-from tigon.planner.request import Request, check
+from tigon.planner.request import Request, check, text_config
 from tigon.planner.simulate.generation import Completions
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.planner.simulate.model_states import ModelWeights, model_weights
@@ -169,7 +169,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes = []
     if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
-    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched):
+    width = getattr(text_config(request.config), "linear_key_head_dim", 0)
+    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched, width=width, arch=gpu.arch):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
         if refused := refused_backward(paths, gpu.arch):
             notes.append(f"With what is installed here, {refused}.")
