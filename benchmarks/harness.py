@@ -75,6 +75,11 @@ class Bench:
     def gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the case began."""
+        return time.monotonic() - self._start_s
+
     def resume(self, table: str, choosing: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """Go on with the record at `--json`, if it exists and was measured here by the same command.
 
@@ -110,7 +115,7 @@ class Bench:
             return
         if "environment" not in self.fields:  # it starts CUDA in this process
             self.fields = {"environment": self.environment(), **self.fields}
-        self.fields["seconds"] = round(time.monotonic() - self._start_s, 1)
+        self.fields["seconds"] = round(self.seconds, 1)
         save(self.fields, self.given.json)
 
     def session(self) -> Session:

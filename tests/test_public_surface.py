@@ -27,6 +27,7 @@ PUBLIC = [
     "errors",
     "experts",
     "fp8_linear",
+    "gated_delta_rule",
     "gated_rms_norm",
     "geglu",
     "layer_norm",

@@ -40,18 +40,21 @@ def divided(preset: str, device: torch.device) -> Any:
     return model
 
 
-def measure(bench: Bench) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cpu") if bench.tiny else torch.device("cuda", rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    bench.writes = rank == 0
-    batch, seq = (2, 32) if bench.tiny else (BATCH, SEQ)
-    model = divided("tigon-demo" if bench.tiny else "llama-3.1-8b", device)
+def trained(preset: str, rank: int, device: torch.device, *, batch: int, seq: int, steps: int) -> timing.Steps:
+    """Train random samples in the process group that exists, and time `steps` steps after the warm-ups.
+
+    Args:
+        preset: Name of the model.
+        rank: This process's number, which seeds its samples.
+        device: Its device.
+        batch: Samples per step in each process.
+        seq: Tokens per sample.
+        steps: How many steps are timed.
+    """
+    model = divided(preset, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     draw = torch.Generator().manual_seed(rank)
-    ids = torch.randint(model.config.vocab_size, (WARM_UPS + STEPS, batch, seq), generator=draw).to(device)
+    ids = torch.randint(model.config.vocab_size, (WARM_UPS + steps, batch, seq), generator=draw).to(device)
 
     def step(number: int) -> torch.Tensor:
         loss = model(input_ids=ids[number], labels=ids[number], use_cache=False).loss
@@ -61,7 +64,19 @@ def measure(bench: Bench) -> None:
         optimizer.zero_grad()
         return loss.detach()  # type: ignore[no-any-return]
 
-    timed = timing.time_steps(step, device, steps=STEPS, warm_ups=WARM_UPS)
+    return timing.time_steps(step, device, steps=steps, warm_ups=WARM_UPS)
+
+
+def measure(bench: Bench) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu") if bench.tiny else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    bench.writes = rank == 0
+    batch, seq = (2, 32) if bench.tiny else (BATCH, SEQ)
+    preset = "tigon-demo" if bench.tiny else "llama-3.1-8b"
+    timed = trained(preset, rank, device, batch=batch, seq=seq, steps=STEPS)
     ranks = dist.get_world_size()
     bench.add("rows", {"processes": ranks, "batch": batch, "seq": seq, **figures(timed, ranks * batch * seq)})
     dist.destroy_process_group()

@@ -2,14 +2,14 @@
 
     python -m benchmarks several-cards --plan --predictions PLAN           # writes the plan of each row; needs no GPU
     python -m benchmarks several-cards --predictions PLAN --json RECORD    # on four cards: about 12 minutes
-    python -m benchmarks several-cards --seconds 500 ...                   # starts no row that would end later
+    python -m benchmarks several-cards --seconds 500 ...                   # ends then, and starts no row too late
     python -m benchmarks several-cards --rows "8B, FSDP2" DPO ...          # this row, then rows with DPO in their name
     python -m benchmarks several-cards --tiny                              # small models on a CPU, which refuses FSDP2
 
 On four cards, rows of one or two cards run two at a time, each on its own pair of cards. Rows of four run alone. With
 two cards, rows of four are left out. A call goes on with the record at `--json` and runs what it lacks. Each row has
-new processes, which have imported their packages while the row before ran. A row that takes three times as long as
-expected is ended.
+new processes. Those of several rows import their packages together, before the first of these rows runs. A row that
+takes three times as long as expected is ended.
 
 `losses` rows train a small model in fp32 and must repeat the losses of one process. The others train random tokens with
 the widths of the real model. `profile` in a line has the kernels of one step of the main process.
@@ -41,8 +41,11 @@ from tigon.planner.gpus import GIB
 from tigon.sweep.failures import OK, line
 from tigon.sweep.one_point import predict
 
-CARD, CARD_BYTES = "NVIDIA H100 80GB HBM3", 85_017_493_504
-"""The card of the plans, as its driver names it."""
+CARDS: Mapping[str, tuple[str, int]] = {
+    "h100": ("NVIDIA H100 80GB HBM3", 85_017_493_504),
+    "h200": ("NVIDIA H200", 150_109_880_320),
+}
+"""The cards of plans: a word of `--card`, the driver's name, and its bytes."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--plan", action="store_true", help="predict the rows, write --predictions, and measure nothing"
     )
     parser.add_argument("--predictions", type=Path, metavar="PLAN", help="the plans of the rows")
-    parser.add_argument("--seconds", type=float, default=3600, help="start no row that would end later")
+    parser.add_argument("--card", choices=tuple(CARDS), default="h100", help="the card of --plan")
+    parser.add_argument("--seconds", type=float, default=3600, help="start no row that would end later, and end then")
     parser.add_argument(
         "--rows", nargs="+", default=[], metavar="NAME", help="only these rows, in this order; a part of a name will do"
     )
@@ -114,10 +118,14 @@ class _Run:
 
     def _compare(self, row: Row) -> None:
         one, other = self.lines.get(row.name, {}), self.lines.get(row.equals, {})
-        if one.get("losses") and other.get("losses"):
-            one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
-            one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
-            one["equal"] = one["difference"] <= row.limit and one["difference_of_all"] <= max(row.limit, table.LATER)
+        if not one.get("losses") or not other.get("losses"):
+            return
+        one["difference"] = table.worst_difference(one["losses"][:1], other["losses"])
+        one["difference_of_all"] = table.worst_difference(one["losses"], other["losses"])
+        if all(map(_has_norms, (one, other))):
+            one["difference_of_norms"] = table.worst_difference(one["grad_norms"], other["grad_norms"])
+        later = max(one["difference_of_all"], one.get("difference_of_norms", 0.0))
+        one["equal"] = one["difference"] <= row.limit and later <= max(row.limit, table.LATER)
 
     def finish(self, logs: Path) -> None:
         """Say what did not run, and write the last lines of the logs of what failed beside the record."""
@@ -132,6 +140,11 @@ class _Run:
             texts = [_tail(log, name) for name in failed for log in logs.rglob("*.log") if log.stem == _stem(name)]
             if texts:
                 self.bench.given.json.with_suffix(".log").write_text("\n".join(texts), encoding="utf-8")
+
+
+def _has_norms(one: Mapping[str, Any]) -> bool:
+    """Whether a row has the gradient's norm of each step. GRPO's loss is 0 on policy, whatever the gradient."""
+    return bool(one.get("grad_norms")) and None not in one["grad_norms"]
 
 
 def _stem(name: str) -> str:
@@ -149,7 +162,8 @@ def _words(one: Mapping[str, Any]) -> str:
         return text + f"{one['status']}. {one['detail']}"
     if "difference" in one:
         right = "equal" if one["equal"] else "NOT EQUAL"
-        return text + f"{right}, first loss {one['difference']:.1e}, all {one['difference_of_all']:.1e}"
+        norms = f", norms {one['difference_of_norms']:.1e}" if "difference_of_norms" in one else ""
+        return text + f"{right}, first loss {one['difference']:.1e}, all {one['difference_of_all']:.1e}{norms}"
     plan = one["planned"] or {}
     parts = [f"{one['ms']:,.0f} ms{_beside(one['ms'], plan.get('ms'))}"]
     if one.get("peak_bytes"):
@@ -169,24 +183,26 @@ def _beside(measured: float, planned: float | None) -> str:
 
 
 def _plan(bench: Bench) -> None:
-    """Write the plan of every row that is timed on a GPU, or why it has none."""
+    """Write the plan of each chosen row of `tigon train` that is timed on a GPU, or why it has none."""
     path: Path | None = bench.given.predictions
     if path is None:
         bench.refuse("--plan writes the file that --predictions names")
-    plans: dict[str, Any] = {}
+    kept = path.exists() and bench.given.rows  # plans of other rows stay
+    plans: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["rows"] if kept else {}
     with tempfile.TemporaryDirectory() as scratch:
         for stage in table.chosen(bench.given.rows):
-            for row in (one for one in stage if not one.name.startswith("losses")):
+            for row in (one for one in stage if one.is_planned):
                 file = Path(scratch, "recipe.yaml")
                 file.write_text(yaml.safe_dump(table.sections(row, tiny=False)), encoding="utf-8")
-                plans[row.name] = _predicted(file)
+                plans[row.name] = predicted(file, bench.given.card)
                 print(row.name, json.dumps(plans[row.name]), flush=True)
-                save({"environment": bench.environment(), "card": CARD, "rows": plans}, path)
+                save({"environment": bench.environment(), "card": CARDS[bench.given.card][0], "rows": plans}, path)
 
 
-def _predicted(recipe: Path) -> dict[str, Any]:
+def predicted(recipe: Path, card: str) -> dict[str, Any]:
+    """The plan of a recipe's file on one of `CARDS`, or why it has none."""
     try:
-        found = predict(recipe_checks.load(recipe, gpu_present=lambda: True), CARD, CARD_BYTES)
+        found = predict(recipe_checks.load(recipe, gpu_present=lambda: True), *CARDS[card])
     except TigonError as error:
         return {"detail": line(error).replace(f"{recipe.parent}/", "")}
     return {"ms": 1e3 * found["step_s"], "peak_bytes": found["peak_allocated_bytes"], "phase": found["peak_phase"]}

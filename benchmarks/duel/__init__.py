@@ -12,6 +12,7 @@
     processes.py  the processes of rows, one after the other or several beside each other
     turns.py      a row's turn on the GPU, where several prepare beside each other
     __main__.py   runs each row in its own process, and keeps the record
+    grpo.py       the update of a GRPO step and whole steps, by Unsloth's trainer and TRL's with tigon; no record yet
 
 Each row is compared with Hugging Face's row of its task and size, or with the first row if that one is missing. A row
 with other losses, dtypes or another number of trained weights is listed under `refused`, with the reason. Pages show no

@@ -68,11 +68,11 @@ def make_checkpoint(model: str, tiny: bool) -> None:
     finally:
         torch.set_default_dtype(usual)
     made.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     (folder / "complete").write_text("", encoding="utf-8")
 
 
-def _tokenizer() -> Any:
+def byte_tokenizer() -> Any:
     """One token per byte, and a chat template."""
     tokenizers, transformers = (importlib.import_module(name) for name in ("tokenizers", "transformers"))
     words = ["<|pad|>", "<|begin|>", "<|end|>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]

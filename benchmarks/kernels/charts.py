@@ -37,6 +37,7 @@ DIMENSIONS = {
     "layer_norm": ("rows", "hidden size"),
     "gated_rms_norm": ("rows", "hidden size"),
     "causal_conv1d": ("batch", "tokens", "channels"),
+    "gated_delta_rule": ("batch", "tokens", "heads of keys", "heads", "head width"),
     "rope": ("batch", "query heads", "tokens", "hidden size"),
     "swiglu": ("tokens", "width"),
     "geglu": ("tokens", "width"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -28,7 +29,7 @@ LEAST_S = 40.0
 
 
 class Lane:
-    """A set of cards. Processes for the next row import while a row runs."""
+    """A set of cards. Processes for several rows import together, before the first of these rows runs."""
 
     def __init__(self, cards: tuple[int, ...], folder: Path, checkpoints: Checkpoints, *, tiny: bool) -> None:
         self.cards, self.checkpoints, self.tiny = cards, checkpoints, tiny
@@ -39,8 +40,14 @@ class Lane:
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(own)}
         self.workers = Workers(self.folder, worker=WORKER, environment=visible)
 
-    def run(self, row: Row, ahead: int) -> dict[str, Any]:
-        """Run a row. ahead: how many processes to start for the rows after it. Returns the row's line of the record."""
+    def run(self, row: Row, ahead: int, most_s: float = math.inf) -> dict[str, Any]:
+        """Run a row and return its line of the record.
+
+        Args:
+            row: The row.
+            ahead: How many processes to start for the rows after it.
+            most_s: Seconds after which it is ended, if `SLOW` does not end it before.
+        """
         began_s = time.monotonic()
         log = self.folder / f"{''.join(c if c.isalnum() else '-' for c in row.name)}.log"
         room = self.folder / "room"
@@ -54,15 +61,17 @@ class Lane:
             "result": str(room / "result"),
             "post_training": row.post_training,
             "profiled": row.profiled,
+            "plain": row.plain,
             "without_cudnn": row.without_cudnn,
             "threads": 1 if self.tiny else None,
             "environment": dict(row.environment),
         }
-        limit_s = SLOW * row.seconds if not self.tiny else 600
+        limit_s = min(most_s, SLOW * row.seconds if not self.tiny else 600)
+        if (missing := row.cards - self.workers.n_ready) > 0:  # imports beside a row would slow its host
+            self.workers.prepare(missing + ahead)
         with self.workers.carry_out(order, log, processes=row.cards) as group:
-            if self.workers.n_ready < min(ahead, len(self.cards)):
-                self.workers.prepare(ahead - self.workers.n_ready)
-            code = group.wait(max(LEAST_S, limit_s - (time.monotonic() - began_s)))
+            left_s = limit_s - (time.monotonic() - began_s)
+            code = group.wait(max(min(LEAST_S, most_s), left_s))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
         ended = None
         if len(outputs) < row.cards:
@@ -111,7 +120,7 @@ def run_stage(
                 with lock:
                     skipped.append(row)
                 continue
-            line = lane.run(row, min(ahead, (1 if lane.tiny else AHEAD) * len(lane.cards)))
+            line = lane.run(row, min(ahead, (1 if lane.tiny else AHEAD) * len(lane.cards)), left_s())
             with lock:
                 keep(row, line)
 

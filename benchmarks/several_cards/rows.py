@@ -17,9 +17,9 @@ Keys = Mapping[str, Any]
 N_SAMPLES = 48
 """Samples of every row of losses. Equal numbers have one order, whatever the number of processes."""
 LIMIT = 1e-5
+"""The largest relative difference of the first loss, and of the first gradient norm, from one process."""
 LATER = 5e-4
-"""The limit of the losses after the first. AdamW divides a gradient by its own size, which makes rounding large."""
-"""The largest relative difference of a loss from that of one process."""
+"""The limit of later losses and norms. AdamW divides a gradient by its own size, which makes rounding large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class Row:
     post_training: bool = False
     seconds: float = 25
     """How long it takes, start included. It is ended after three times as long."""
+    plain: bool = False
+    """Transformers' model in PyTorch's FSDP2, without tigon (benchmarks/cases/plain_fsdp2.py)."""
     without_cudnn: bool = False
     """Attention is not cuDNN's."""
     profiled: bool = False
@@ -46,6 +48,11 @@ class Row:
     """Variables of its processes."""
     tiny: Keys = field(default_factory=dict)
     """Keys of `--tiny`."""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner predicts it: a timed run of `tigon train`."""
+        return not self.name.startswith("losses") and not self.plain
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -98,6 +105,9 @@ _GRPO: Keys = {
     "post_training.generations": 4,
     "post_training.completion_length": 16,
 }
+_GRPO_EXACT: Keys = {**_GRPO, "post_training.generator": "transformers"}
+"""Engines that divide weights write completions with `transformers`, which samples other tokens than tigon's generator.
+So DDP, which they are compared with, must write its completions with it too."""
 
 
 def short(completions: list[str], **columns: Any) -> list[float]:
@@ -154,9 +164,9 @@ _TWO_LOSSES = (
     _aligned("DPO, DDP", 2, _DPO, like="DPO, one"),
     _aligned("DPO, FSDP2", 2, {**_DPO, **_FSDP}, like="DPO, one"),
     _aligned("DPO, ZeRO-3", 2, {**_DPO, **_ZERO_3}, like="DPO, one"),
-    _aligned("GRPO, DDP", 2, _GRPO),  # every process writes its own completions, so one process has no such run
-    _aligned("GRPO, FSDP2", 2, {**_GRPO, **_FSDP}, like="GRPO, DDP"),
-    _aligned("GRPO, ZeRO-3", 2, {**_GRPO, **_ZERO_3}, like="GRPO, DDP"),
+    _aligned("GRPO, DDP", 2, _GRPO_EXACT),  # every process writes its own completions, so one process has no such run
+    _aligned("GRPO, FSDP2", 2, {**_GRPO_EXACT, **_FSDP}, like="GRPO, DDP"),
+    _aligned("GRPO, ZeRO-3", 2, {**_GRPO_EXACT, **_ZERO_3}, like="GRPO, DDP"),
     _exact("ZeRO++ with 8-bit weights", 2, {**_ZERO_3, "sharding.zero_int8_weights": True}, limit=1e-2, seconds=60),
 )
 _FOUR_LOSSES = (
@@ -221,9 +231,12 @@ _8B_LORA_LONG: Keys = {
 }
 _70B_LORA: Keys = {**_8B_LORA, "model.name": "llama-3.1-70b", **_FSDP}
 _INT8: Keys = {**_ZERO_3, "sharding.zero_int8_weights": True}
-_PLAIN_MEMORY = "mlp:20,elementwise:12"
+_FIRST_CHOICE, _PLAIN_MEMORY = "mlp:20,elementwise:12", "mlp:17,elementwise:15"
 """The planner's fastest recomputation of the 8B under FSDP2 in the 33.9 GiB that plain FSDP2 takes with all layers
-recomputed. Layers at the end may keep more: the backward pass frees their activations before most gradients exist."""
+recomputed. Layers at the end may keep more: the backward pass frees their activations before most gradients exist.
+The first is from a plan that was 0.6 GiB too high."""
+_8B_FSDP: Keys = {**_8B, **_FSDP}
+_MORE_STEPS: Keys = {**_8B_FSDP, "train.steps": 13}
 _HALF = _layers(16, _8B)
 _TINY: Keys = {
     "model.name": "tigon-demo",
@@ -275,7 +288,7 @@ _TWO_TIMES = (
     _timed("8B, LoRA, row of 32,768, ring", 2, {**_8B_LORA_LONG, **_RING}, dense_layers=32, seconds=40),
     _timed("8B, 8 layers, LoRA, ZeRO-3", 2, {**_layers(8, _8B_ADAPTERS), **_LORA, **_ZERO_3}, seconds=40),
     _timed("70B, 4 layers, QLoRA, FSDP2", 2, {**_layers(4, _70B_LORA), **_QLORA}, dense_layers=4, seconds=40),
-    _timed("70B, QLoRA, FSDP2", 2, {**_70B_LORA, **_QLORA, "train.steps": 4}, dense_layers=4, seconds=90),
+    _timed("70B, QLoRA, FSDP2", 2, {**_70B_LORA, **_QLORA, "train.steps": 4}, dense_layers=4, seconds=65),
     _timed("8B, 16 layers, Muon, FSDP2", 2, {**_HALF, "train.optimizer": "muon", **_FSDP}),
     _timed("30B-A3B, 4 layers, FSDP2", 2, {**_layers(4, _8B), "model.name": "qwen3-30b-a3b", **_FSDP}),
     _timed(
@@ -289,16 +302,27 @@ _TWO_TIMES = (
         for name, keys in (("DPO", _DPO), ("GRPO", _GRPO_TIMED))
         for engine, how in (("DDP", {}), ("FSDP2", _FSDP), ("ZeRO-3", _ZERO_3))
     ),
+    *(
+        _timed(
+            f"1B, GRPO, {engine}, transformers' generate",
+            2,
+            {**_1B_ALIGNED, **_GRPO_TIMED, **how, "post_training.generator": "transformers"},
+            post_training=True,
+            seconds=40,
+        )
+        for engine, how in (("FSDP2", _FSDP), ("ZeRO-3", _ZERO_3))
+    ),
     _timed("8B, 16 layers, ZeRO++ with 8-bit weights", 2, {**_HALF, **_INT8}),
     _timed("8B, ZeRO-3", 2, {**_8B, **_ZERO_3}, seconds=45),
     _timed("8B, ZeRO-2", 2, {**_8B, **_ZERO_2}, seconds=45),
-    _timed("8B, FSDP2 in 33.9 GiB", 2, {**_8B, **_FSDP, "train.checkpointing": _PLAIN_MEMORY}, seconds=35),
-    _timed("8B, FSDP2, nothing recomputed", 2, {**_8B, **_FSDP, "train.checkpointing": "none"}, seconds=35),
+    _timed("8B, plain FSDP2", 2, _MORE_STEPS, plain=True),
+    _timed("8B, FSDP2 in 33.1 GiB", 2, {**_8B_FSDP, "train.checkpointing": _FIRST_CHOICE}, seconds=35),
+    _timed("8B, FSDP2 in 33.7 GiB", 2, {**_MORE_STEPS, "train.checkpointing": _PLAIN_MEMORY}),
+    _timed("8B, FSDP2, nothing recomputed", 2, {**_8B_FSDP, "train.checkpointing": "none"}, seconds=35),
     _timed(
-        "8B, FSDP2 in 33.9 GiB, collectives on 8 multiprocessors",
+        "8B, FSDP2 in 33.7 GiB, collectives on 8 multiprocessors",
         2,
-        {**_8B, **_FSDP, "train.checkpointing": _PLAIN_MEMORY},
-        seconds=35,
+        {**_MORE_STEPS, "train.checkpointing": _PLAIN_MEMORY},
         environment={"NCCL_MAX_CTAS": "8"},
     ),
 )

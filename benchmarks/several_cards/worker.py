@@ -22,14 +22,17 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # PyTorch imports it from C
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import busy_ms, by_name
+from benchmarks.cases import plain_fsdp2
+from benchmarks.harness import busy_ms, by_name, figures
 from tigon._quiet import quiet_loading
 from tigon.errors import TigonError
 from tigon.objectives import recipe_checks
+from tigon.recipe.keys import Recipe
 from tigon.sweep import failures
 from tigon.sweep.worker import orders
 from tigon.sweep.worker.measure import measure
 from tigon.trainer.distributed import launch
+from tigon.trainer.guards import preflight
 from tigon.trainer.run import train
 
 WARM_UPS = 2
@@ -62,6 +65,8 @@ def main() -> None:
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
     quiet_loading()
     recipe, folder = Path(order["recipe"]), Path(order["folder"])
+    if order["plain"]:
+        return _plain(recipe_checks.load(recipe, gpu_present=lambda: False))
     if order["post_training"]:
         return _trained(recipe, folder)
     with _profiled(order["profiled"] and launch.rank() == 0) as kernels:
@@ -86,6 +91,17 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         "prepare_s": measured["prepare_s"],
         **({"profile": kernels} if kernels else {}),
     }
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """FSDP2 without tigon, with the model, the samples and the number of steps of a recipe."""
+    device = preflight.check_device(recipe)
+    launch.init_distributed(device)
+    assert recipe.train.steps is not None, "rows count steps"
+    batch, seq = recipe.train.batch_size, recipe.data.sequence_length
+    steps = max(1, recipe.train.steps - plain_fsdp2.WARM_UPS)
+    timed = plain_fsdp2.trained(recipe.model.name, launch.rank(), device, batch=batch, seq=seq, steps=steps)
+    return figures(timed, launch.world_size() * batch * seq)
 
 
 def _trained(recipe: Path, folder: Path) -> dict[str, Any]:

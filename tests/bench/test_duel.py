@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import threading
 import time
@@ -245,3 +246,21 @@ def test_tigon_and_peft_train_the_same_in_a_small_run(tmp_path: Path, monkeypatc
     assert len(agreed) == 4 and not refused
     assert agreed[0]["adapters_filled"] == 2 * 2 * len(inputs.TARGETS) and agreed[2]["adapters_filled"] == 0
     assert agreed[1]["patched"]["lora_linear"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grpo_of_tigon_and_trl_train_on_the_same_completions(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from benchmarks.duel import grpo
+
+    path = tmp_path / "record.json"
+    for library in ("trl", "tigon"):
+        run = grpo.Run(library, tiny=True)
+        grpo.keep({**run.updates(1), "whole_steps": run.whole_steps()}, path)
+    measured = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    lines = {one["library"]: one for one in measured}
+    for ours, theirs in zip(lines["tigon"]["logged"], lines["trl"]["logged"], strict=True):
+        assert ours["reward"] == theirs["reward"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+    assert "shared prefix: 1" in lines["tigon"]["fused"] and lines["tigon"]["update_s"] > 0
+    assert lines["tigon"]["whole_steps"]["step"]["completions_s"] > 0

@@ -11,7 +11,7 @@ from benchmarks.pages import planner_accuracy as plan_accuracy
 from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
 from tests.short_names import settings_of
-from tigon.models.hybrid_layers import CONVOLUTION, KINDS, counts_of
+from tigon.models.hybrid_layers import CONVOLUTION, DELTA_RULE, KINDS, counts_of
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
 from tigon.models.packed_documents import STATES_APART
@@ -74,6 +74,8 @@ def hybrid_packing() -> str:
         kinds = [kind for kind in KINDS if kind.name in counts_of(model)]
         library = next((kind.library for kind in kinds if kind.bounds), None)
         way = "one by one" if library is None else f"in one call beside {library}, otherwise one by one"
+        if DELTA_RULE in kinds:
+            way = f"in one call if patched or beside {library}, otherwise one by one"
         if kinds == [CONVOLUTION]:
             way = f"in one call, one by one beside {CONVOLUTION.library}"
         rows.append((f"`{family}`", ", ".join(kind.name for kind in kinds), way))

@@ -202,7 +202,10 @@ def test_layers_whose_backward_the_library_refuses_are_a_problem(tmp_path: Path,
     monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "qwen3_5_text", "num_hidden_layers": 2}))
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 2}
+    file.write_text(json.dumps(config))
+    assert not diagnosis.check_model(str(file)).findings, "tigon's op runs them"
+    file.write_text(json.dumps({**config, "linear_key_head_dim": 256}))
     (finding,) = diagnosis.check_model(str(file)).findings
     assert (finding.id, finding.level) == ("refused-backward", "problem")
     assert finding.what.startswith(f"{rule.name} (2 layers) cannot train") and "Triton 3.6.0" in finding.what

@@ -520,6 +520,9 @@ def read_amdgcn(asm: str) -> dict[str, Any]:
 
 def compile_launch(launch: Launch, used_by: list[tuple[str, str]]) -> Binary:
     binary = Binary.of(launch, used_by)
+    pretence = Pretence()
+    pretence.target = launch.target
+    driver.set_active(pretence)  # type: ignore[arg-type]  # kernels ask for the target while they are compiled
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.attributes)
     known = _folder and _folder / f"{key_of(source, launch)}.json"
     if known and known.exists():

@@ -144,9 +144,12 @@ class Known:
     flags: dict[str, Any] = field(default_factory=dict)
     since: tuple[int, int] = (0, 0)
     """The Triton with which it came."""
+    dtype: str = "bfloat16"
+    """A fault of fp32 alone is seen among what the second proofs compile."""
 
     def explains(self, b: Binary) -> bool:
         same = b.kernel == self.kernel and ALL_TARGETS[b.target].backend == self.backend
+        same = same and (self.dtype == "bfloat16" or b.dtype == self.dtype)
         return same and self.flags.items() <= b.flags.items()
 
 
@@ -155,6 +158,8 @@ _TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
 
 INSTALLED = tuple(map(int, triton.__version__.split(".")[:2]))
 _UNMASKED = "indices that are cut off at the edge: a mask would let Triton transpose bytes, and lose some"
+_GATES = "a gate and a beta for each token of a chunk, whose heads lie next to each other"
+_TF32 = "each factor in fp32 is two of TF32, both in registers; models train in 16 bits"
 _PTXAS = "ptxas of CUDA 13.4, which Triton 3.9 brings, where 3.6's spills nothing"
 
 _ALL_KNOWN = (
@@ -187,6 +192,14 @@ _ALL_KNOWN = (
         Known(has_narrow_loads, kernel, "cuda", "four channels a thread, faster on an H100 than eight")
         for kernel in ("causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel")
     ),
+    *(
+        Known(has_narrow_loads, kernel, "cuda", _GATES)
+        for kernel in ("prepare_kernel", "states_kernel", "state_gradients_kernel", "gradients_kernel")
+    ),
+    *(
+        Known(spills, kernel, "cuda", _TF32, dtype="float32")
+        for kernel in ("outputs_kernel", "states_kernel", "state_gradients_kernel", "gradients_kernel")
+    ),
     Known(has_narrow_loads, "cast_kernel", "cuda", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     Known(has_narrow_loads, "cast_kernel", "hip", _UNMASKED, {"EVEN": False, "WANT_COLUMNS": True}, since=(3, 7)),
     # docs/support.md has both compilers' registers and spills.
@@ -201,6 +214,8 @@ EXPONENTIALS = {
     "label_logit_kernel", "exp_logits_kernel", "row_factors_kernel", "scaled_product_kernel", "label_order_kernel",
     "label_rows_kernel", "scaled_rows_kernel",
 }  # fmt: skip
+_RULE = "prepare states outputs du state_gradients gradients"
+DELTA_RULE = {f"{name}_kernel" for name in _RULE.split()}
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -212,16 +227,27 @@ EXPONENTIALS = {
 def test_kernel_compiles_without_unexplained_faults(
     report_of: Callable[[str], Report], op: str, target: str, fault: Callable[[Binary], bool]
 ) -> None:
+    chip = ALL_TARGETS[target].chip
+    if chip and op in chip.spills:
+        pytest.skip(f"PyTorch runs {op} on {chip.names}")
     explained = [known for known in KNOWN if known.fault is fault]
     faulty = [b for b in report_of(target).of(op, target) if fault(b)]
     unexplained = [b for b in faulty if not any(known.explains(b) for known in explained)]
     assert not unexplained, "\n".join(str(b) for b in unexplained)
 
 
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.kernel}-{known.backend}-{known.fault.__name__}")
+_IN_FP32 = pytest.mark.second_proof("a fault of fp32 alone; the first proofs compile sm_90 in bf16")
+
+
+@pytest.mark.parametrize(
+    "known",
+    [pytest.param(known, marks=[_IN_FP32] if known.dtype == "float32" else []) for known in KNOWN],
+    ids=[f"{known.kernel}-{known.backend}-{known.fault.__name__}-{known.dtype}" for known in KNOWN],
+)
 def test_every_known_fault_still_occurs(report_of: Callable[[str], Report], known: Known) -> None:
     """Then its row must go too, or it would hide the next one."""
-    assert any(known.fault(b) and known.explains(b) for b in report_of(FIRST[0]).binaries)
+    target = "sm_90" if known.dtype == "float32" else FIRST[0]
+    assert any(known.fault(b) and known.explains(b) for b in report_of(target).binaries)
 
 
 def test_no_tile_is_transposed_byte_by_byte(report_of: Callable[[str], Report]) -> None:
@@ -241,6 +267,7 @@ def test_op_without_kernels_launches_none(report_of: Callable[[str], Report]) ->
 def test_every_kernel_is_launched_by_a_case(report_of: Callable[[str], Report], target: str) -> None:
     report, chip = report_of(target), ALL_TARGETS[target].chip
     elsewhere = set() if chip and chip.logits_tile else EXPONENTIALS
+    elsewhere = elsewhere | (DELTA_RULE if chip and "gated_delta_rule" in chip.spills else set())
     launched = {b.kernel for b in report.binaries if b.target == target}
     assert launched == set(report.kernels) - elsewhere
 

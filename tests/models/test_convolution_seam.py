@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,16 +11,17 @@ import torch
 from models_helpers import too_old
 
 import tigon
-from tigon.errors import PatchError
+from tigon.errors import PatchError, ShapeError
 from tigon.models import hybrid_layers
-from tigon.models.seams import convolution
+from tigon.models.seams import convolution, delta_rule
+from tigon.models.seams.rebind import owner_of
 from tigon.models.verification.tiny import tiny_model
 
 IDS = torch.randint(3, 60, (2, 21), generator=torch.Generator().manual_seed(0))
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "qwen3_5_text": ({}, ("causal_conv1d", "gated_rms_norm")),
+    "qwen3_5_text": ({}, ("causal_conv1d", "gated_delta_rule", "gated_rms_norm")),
     "kimi_linear": ({}, ("causal_conv1d", "gated_rms_norm")),
-    "olmo_hybrid": ({}, ("causal_conv1d", "gated_rms_norm")),
+    "olmo_hybrid": ({}, ("causal_conv1d", "gated_delta_rule", "gated_rms_norm")),
     "granitemoehybrid": ({}, ("causal_conv1d", "gated_rms_norm")),
     "bamba": ({}, ("causal_conv1d", "gated_rms_norm")),
     "falcon_h1": ({"mamba_rms_norm": True, "mamba_norm_before_gate": False}, ("causal_conv1d", "gated_rms_norm")),
@@ -59,6 +62,26 @@ def test_convolution_of_a_library_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert any(entry.reason == "causal-conv1d runs its convolution" for entry in report.left_alone)
 
 
+def test_gated_delta_rule_is_replaced_beside_a_library_with_the_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says so too, and a Hopper GPU cannot train by the library's rule."""
+    name = hybrid_layers.CONVOLUTION.module
+    library = ModuleType(name)
+    monkeypatch.setattr(library, hybrid_layers.CONVOLUTION.function, lambda: None, raising=False)
+    monkeypatch.setitem(sys.modules, name, library)
+    model = tiny_model("qwen3_5_text", {})
+    planned = hybrid_layers.paths_of(model, fused=True)
+    report = tigon.patch(model)
+    assert [path.runs for path in planned] == [hybrid_layers.TIGON, "causal-conv1d"]
+    assert report.layer_paths == planned, str(report)
+    assert "gated_delta_rule" in report.counts and "causal_conv1d" not in report.counts
+    layer = type(next(m for m in model.modules() if hasattr(m, "head_k_dim")))
+    seen = owner_of(layer.forward, convolution.NAME).__globals__
+    assert seen[delta_rule.NAME].func is delta_rule.delta_rule
+    assert seen[convolution.NAME] is convolution.function_of(layer._tigon_base)
+    report.undo()
+    assert [path.runs for path in hybrid_layers.paths_of(model)] == [hybrid_layers.PYTORCH, "causal-conv1d"]
+
+
 def test_convolution_keeps_its_code_if_it_is_switched_off() -> None:
     model = tiny_model("qwen3_5_text", {})
     assert "causal_conv1d" not in tigon.patch(model, convolution=False).counts
@@ -80,3 +103,23 @@ def test_filter_of_five_taps_and_an_unknown_activation_run_the_original() -> Non
     for taps, activation in ((5, None), (4, "gelu")):
         assert convolution.fused(original)(x, torch.randn(6, taps), None, activation) is x
     assert calls == [(5, None), (4, "gelu")]
+
+
+def test_gated_delta_rule_that_would_mix_documents_is_refused() -> None:
+    wide = torch.randn(1, 6, 1, 256)
+    g = torch.zeros(1, 6, 1)
+    called: list[bool] = []
+    original = lambda *given, **options: called.append(True)  # noqa: E731
+    with pytest.raises(ShapeError, match="would mix packed documents"):
+        delta_rule.delta_rule(original, wide, wide, wide, g, g, cu_seqlens=torch.tensor([0, 3, 6]))
+    delta_rule.delta_rule(original, wide, wide, wide, g, g)
+    assert called == [True]
+
+
+def test_gated_delta_rule_of_two_dtypes_has_the_dtype_of_the_queries() -> None:
+    q, k, v = (torch.randn(1, 6, 1, 8) for _ in range(3))
+    g = torch.zeros(1, 6, 1)
+    mixed, _ = delta_rule.delta_rule(print, q.bfloat16(), k.bfloat16().float(), v, g, g + 0.5)
+    same, _ = delta_rule.delta_rule(print, q.bfloat16().float(), k.bfloat16().float(), v, g, g + 0.5)
+    assert mixed.dtype is torch.bfloat16
+    torch.testing.assert_close(mixed.float(), same, rtol=0.01, atol=0.01)

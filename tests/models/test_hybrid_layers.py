@@ -112,14 +112,19 @@ def test_kernels_of_the_hub_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_of_patch_names_the_layers_with_a_state_and_what_runs_them() -> None:
     report = patch(model_of("qwen3_5_text"))
-    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, PYTORCH), (CONV, TIGON)]
+    assert [(path.kind, path.runs) for path in report.layer_paths] == [(DELTA, TIGON), (CONV, TIGON)]
     text = str(report)
-    assert "layers with a state\n       3  gated delta rule       PyTorch\n" in text
-    assert text.count("install kernels: pip install flash-linear-attention") == 1
+    assert "layers with a state\n       3  gated delta rule       tigon\n" in text
+    assert "install kernels" not in text
     assert report.to_dict()["layer_paths"][0] == {
-        "kind": DELTA, "layers": 3, "runs": PYTORCH, "library": "flash-linear-attention",
+        "kind": DELTA, "layers": 3, "runs": TIGON, "library": "flash-linear-attention",
     }  # fmt: skip
     assert "layers with a state" not in str(patch(model_of("llama")))
+
+
+def test_report_of_patch_says_what_to_install_for_layers_without_an_op() -> None:
+    text = str(patch(model_of("kimi_linear")))
+    assert text.count("install kernels: pip install flash-linear-attention") == 1
 
 
 @pytest.mark.parametrize(
@@ -163,8 +168,53 @@ def test_report_of_patch_says_that_the_backward_is_refused(monkeypatch: pytest.M
     library(monkeypatch, hybrid_layers.DELTA_RULE)
     monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
-    text = str(patch(model_of("qwen3_5_text")))
+    text = str(patch(model_of("qwen3_5_text"), convolution=False))
     assert text.count("note: gated delta rule (3 layers) cannot train: flash-linear-attention refuses") == 1
+
+
+def test_op_takes_the_place_of_a_library_that_refuses_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, hybrid_layers.DELTA_RULE)
+    assert patch(model_of("qwen3_5_text")).layer_paths[0].runs == hybrid_layers.DELTA_RULE.library
+    monkeypatch.setattr(hybrid_layers, "arch_here", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.6.0")
+    report = patch(model_of("qwen3_5_text"))
+    assert report.layer_paths[0].runs == TIGON and "cannot train" not in str(report)
+
+
+def test_convolution_that_is_switched_off_keeps_the_gated_delta_rule_too() -> None:
+    report = patch(model_of("qwen3_5_text"), convolution=False)
+    assert [path.runs for path in report.layer_paths] == [PYTORCH, PYTORCH]
+
+
+def test_wider_keys_than_the_op_takes_are_named_before_and_after_the_patch() -> None:
+    config = AutoConfig.for_model(
+        "qwen3_5_text", num_hidden_layers=2, layer_types=["linear_attention"] * 2, linear_key_head_dim=256
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    planned = paths_of(model, fused=True)
+    assert [path.runs for path in planned] == [PYTORCH, TIGON]
+    assert planned == paths_of_counts(counts_of(model), fused=True, width=256)
+    report = patch(model)
+    assert report.layer_paths == planned
+    said = "gated_delta_rule: its keys have 256 numbers; the op's limit is 128; PyTorch runs these layers"
+    assert said in report.notes, str(report)
+    assert said not in patch(model_of("qwen3_5_text")).notes
+
+
+def test_chip_whose_kernels_spill_keeps_the_layers_code() -> None:
+    runs = {arch: paths_of_counts({DELTA: 3}, fused=True, arch=arch)[0].runs for arch in ((7, 5), (8, 0), (9, 0))}
+    assert runs == {(7, 5): PYTORCH, (8, 0): TIGON, (9, 0): TIGON}
+    assert "RTX 20, T4" in (hybrid_layers.rule_objection(128, (7, 5)) or "")
+
+
+def test_plan_for_transformers_without_global_functions_names_the_layers_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hybrid_layers._calls_globals.cache_clear()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.15.1")
+    assert [path.runs for path in paths_of_counts({DELTA: 3, CONV: 3}, fused=True)] == [PYTORCH, PYTORCH]
+    hybrid_layers._calls_globals.cache_clear()
 
 
 def test_amd_gpu_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

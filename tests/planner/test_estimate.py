@@ -13,7 +13,7 @@ import torch
 from planner_helpers import BARE, H200, config_of, request_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.cases.several_cards import CARD, CARD_BYTES
+from benchmarks.cases.several_cards import CARDS
 from benchmarks.pages import several_cards
 from tests.short_names import settings_of
 from tigon.errors import RecipeError, UsageError
@@ -290,21 +290,35 @@ def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
 
 
 MEASURED_CARDS = {
-    row["name"]: row
-    for row in several_cards.rows()
-    if row["status"] == "ok" and not row["name"].startswith("losses") and "flash attention" not in row["name"]
+    (card, row["name"]): row
+    for card in several_cards.RECORDS
+    for row in several_cards.rows(card)
+    if row["status"] == "ok" and not row["name"].startswith("losses") and "planned" in row
+    if "flash attention" not in row["name"]
 }
 """No plan is for a ring without cuDNN."""
-PEAK_LIMITS = {"8B, 16 layers, four, tensor groups of two": 0.04}
+PEAK_LIMITS = {
+    ("h100", "8B, 16 layers, four, tensor groups of two"): 0.04,
+    ("h200", "8B, LoRA, ZeRO-2"): 0.035,
+    ("h200", "8B, 8 layers, LoRA, ZeRO-3"): 0.08,
+    ("h200", "1B, DPO, ZeRO-3"): 0.045,
+}
+HOST_BOUND = ("8B, 8 layers, LoRA", "8B, LoRA, DDP", "8B, LoRA, FSDP2", "8B, LoRA, ZeRO", "30B-A3B, 4 layers, LoRA",
+              "1B, DPO", "1B, GRPO", "8B, 16 layers, ZeRO++", "8B, 16 layers, Muon", "8B, ZeRO-3")  # fmt: skip
+"""Rows whose CPU-bound steps the host of the H200s ran slower than the host that the planner's times are from."""
 
 
-@pytest.mark.parametrize("name", MEASURED_CARDS)
-def test_estimate_matches_measured_steps_on_several_h100s(name: str, tmp_path: Path) -> None:
-    row, path = MEASURED_CARDS[name], tmp_path / "recipe.yaml"
+@pytest.mark.parametrize("place", MEASURED_CARDS, ids=" ".join)
+def test_estimate_matches_measured_steps_on_several_cards(place: tuple[str, str], tmp_path: Path) -> None:
+    card, name = place
+    row, path = MEASURED_CARDS[place], tmp_path / "recipe.yaml"
     path.write_text(json.dumps(row["recipe"]), encoding="utf-8")  # JSON is YAML
-    planned = predict(recipe_checks.load(path, gpu_present=lambda: True), CARD, CARD_BYTES)
-    assert planned["peak_allocated_bytes"] == pytest.approx(row["peak_bytes"], rel=PEAK_LIMITS.get(name, 0.03))
-    assert planned["step_s"] * 1000 == pytest.approx(row["ms"], rel=0.1)
+    planned = predict(recipe_checks.load(path, gpu_present=lambda: True), *CARDS[card])
+    divided = row["recipe"]["sharding"].get("fsdp", False) and "tensor" not in row["recipe"]["sharding"]
+    limit = PEAK_LIMITS.get(place, 0.0025 if divided else 0.03)
+    assert planned["peak_allocated_bytes"] == pytest.approx(row["peak_bytes"], rel=limit)
+    if card == "h100" or not name.startswith(HOST_BOUND):
+        assert planned["step_s"] * 1000 == pytest.approx(row["ms"], rel=0.1)
 
 
 @pytest.mark.parametrize(

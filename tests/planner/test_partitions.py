@@ -262,7 +262,8 @@ def test_weights_in_4_bits_are_planned_in_shards_with_whole_scales() -> None:
 def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:
     """fp32 with the head that is not tied yet; on a GPU without room, and for the host, on the host."""
     assert _loaded_gib("llama-3.2-1b", zero=3, gpus=2) == pytest.approx(5.58, rel=0.01)
-    assert _loaded_gib("llama-3.2-1b", "5GiB", zero=3, gpus=2) == pytest.approx(2.30, rel=0.01)
+    embeddings_part = 0.245  # the first weight that is partitioned, beside all whole ones
+    assert _loaded_gib("llama-3.2-1b", "5GiB", zero=3, gpus=2) == pytest.approx(2.30 + embeddings_part, rel=0.01)
     assert _loaded_gib("llama-3.2-1b", zero=3, offload="cpu") == pytest.approx(2.30, rel=0.01)
     assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, offload="cpu") == pytest.approx(WHOLE_EMBEDDINGS, rel=0.01)
 

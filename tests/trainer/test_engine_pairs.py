@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,12 @@ def recipe_for(here: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -
     return write
 
 
-def in_two(here: Path, recipe: Path, engine: Engine, name: str, *, resume: bool = False) -> Path:
+def in_two(
+    here: Path, recipe: Path, engine: Engine, name: str, *, resume: bool = False, more: Sequence[str] = ()
+) -> Path:
     """Train in two processes with two samples each per step; returns the run folder."""
     train_rank = TRAIN.get(engine.title, zero_rank)
-    sets = ["train.batch_size=2", "train.gradient_accumulation=1", "sharding.gpus=2", *engine.keys]
+    sets = ["train.batch_size=2", "train.gradient_accumulation=1", "sharding.gpus=2", *engine.keys, *more]
 
     def act(rank: int) -> None:
         save_model = run_module._save_model
@@ -167,6 +169,28 @@ def test_two_processes_train_the_pair_as_one_process_does(pair, recipe_for, chec
         assert numbers(two, event) == close, event
     assert {key: tensor.shape for key, tensor in got.items()} == {key: tensor.shape for key, tensor in want.items()}
     assert moved > 0 and distance(got, want) < weights_limit * moved
+
+
+GENERATED = (("grpo", "FSDP2"), ("grpo", "ZeRO-3"), ("grpo-lora", "FSDP2"), ("grpo", "ZeRO-2"), ("distill", "FSDP2"),
+             ("grpo-lora", "ZeRO-3"))  # fmt: skip
+
+
+@forks
+@pytest.mark.parametrize("pair", proved_by(GENERATED[:2], GENERATED, "the same engine, or a shared trainer", pair_id))
+def test_generator_writes_under_an_engine_what_it_writes_with_whole_weights(pair, recipe_for, here):
+    """The same completions as under DDP, with the same log-probabilities, and the steps learn the same."""
+    feature, engine = FEATURE[pair[0]], ENGINE[pair[1]]
+    need("deepspeed" if "ZeRO" in engine.title else None)
+    more, path = ["post_training.generator=tigon"], recipe_for(feature)
+    one, two = (in_two(here, path, each, each.title, more=more) for each in (ENGINE["DDP"], engine))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    rewards = [[(record["reward"], record["text"]) for record in records(run, "completion")] for run in (one, two)]
+    assert rewards[0] == rewards[1] and (rewards[0] or feature.name == "distill")
+    close = [pytest.approx(record, rel=1e-4, abs=1e-4) for record in numbers(one, "train")]
+    assert numbers(two, "train") == close
+    text = (two / "report.md").read_text(encoding="utf-8")
+    assert "TRL's generate: tigon's generator" in text
+    assert ("gathered once for all completions" in text) == (engine.title == "FSDP2")
 
 
 @forks

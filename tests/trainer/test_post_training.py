@@ -348,15 +348,19 @@ REFUSED = {
         {"post_training": {**OWN["grpo"], "generator": "tigon"}, "lora": {"rank": 4, "base_offload": True}},
         r"tigon does not go with frozen layers in host memory; .*or lora\.base_offload: false",
     ),
-    "generator with ZeRO": (
+    "generator with states on the host": (
         "grpo",
-        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "sharding": {"zero": 1}},
-        r"tigon does not go with DeepSpeed; set generator: transformers, or sharding\.zero: 0",
+        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "sharding": {"zero": 2, "offload": "cpu"}},
+        r"tigon does not go with states in host memory; set generator: transformers, or sharding\.offload: none",
     ),
-    "generator with FSDP2": (
+    "generator with 4 bits under FSDP2": (
         "grpo",
-        {"post_training": {**OWN["grpo"], "generator": "tigon"}, "sharding": {"fsdp": True}},
-        r"tigon does not go with FSDP2",
+        {
+            "post_training": {**OWN["grpo"], "generator": "tigon"},
+            "sharding": {"fsdp": True},
+            "lora": {"rank": 4, "quantize": True},
+        },
+        r"tigon does not go with 4-bit weights under FSDP2; set generator: transformers, or sharding\.fsdp: false",
     ),
     "smoothing without effect": (
         "dpo", {"post_training": {"loss_type": "sigmoid", "label_smoothing": 0.1}}, r"label_smoothing has no effect",
@@ -416,7 +420,7 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("sharding.zero", 2, "because of DeepSpeed; sharding.zero: 0 uses tigon's generator"),
+        ("sharding.offload", "cpu", "because of states in host memory; sharding.offload: none uses tigon's generator"),
         ("model.kernels", "none", "because of model.kernels; model.kernels: tigon uses tigon's generator"),
     ],
 )
@@ -755,3 +759,17 @@ def test_few_prompts_fill_a_step_with_their_completions_or_are_refused(recipe, t
     assert outcome.code == 2 and f"{says}; lower train.batch_size, or add prompts" in outcome.err, outcome.err
     outcome = tigon("train", recipe(**made))
     assert outcome.code == 0, outcome.err
+
+
+def test_prompts_kept_for_evaluation_are_named_if_their_completions_would_fill_the_step(recipe, tigon, here):
+    rows = [{"prompt": f"{n} things", "thing": "x"} for n in range(12)]
+    (here / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"source": "few.jsonl", "max_text_mib": None, "eval_fraction": 0.25}
+    path = recipe(**sections("grpo", data=data, train={"steps": 1, "eval_steps": None}))
+    advice = "set data.eval_fraction: 0, which adds the 3 kept for evaluation, "
+    for batch_size, says in ((24, advice), (26, "")):
+        outcome = tigon("train", path, "--set", f"train.batch_size={batch_size}")
+        given = f"data.source gives 9 prompts with 2 completions each, fewer than train.batch_size {batch_size}"
+        assert outcome.code == 2 and f"{given}; {says}lower train.batch_size, or add prompts" in outcome.err, (
+            outcome.err
+        )

@@ -1,9 +1,9 @@
 """Measures the error of an implementation against fp64, and sets the limit on it.
 
 The reference result is the op's oracle in fp64 on the same rounded inputs. The baseline is the oracle in the inputs'
-dtype. The error is the relative Frobenius norm of the difference in an output or gradient. The limit is
-`Op.error_factor` (2) times (the larger of the baseline's error and the error of rounding the fp64 result, plus one
-rounding step of fp32). The op tests use the same rule.
+dtype. The error is the relative Frobenius norm of the difference in an output or gradient. The limit is `Op.factor` (2;
+4 for the gated delta rule in fp32) times (the larger of the baseline's error and the error of rounding the fp64 result,
+plus one rounding step of fp32). The op tests use the same rule.
 
 The mean over the N tokens of a linear op has rounded logits, so its error is random. Its rounding error is taken as
 eps / sqrt(N). tigon is not timed on a row where it breaks the rule. Another library is timed and marked.
@@ -81,7 +81,7 @@ def allowed_errors(
             tokens = inputs["target"].numel() if "target" in inputs else inputs["hidden"].shape[:-1].numel()
             rounding = torch.finfo(dtype).eps / tokens**0.5
         unfused = recorded if baseline is None else baseline[name]
-        allowed[name] = op.error_factor * (max(unfused, rounding) + _FP32_EPS)
+        allowed[name] = op.factor(dtype) * (max(unfused, rounding) + _FP32_EPS)
     return allowed
 
 

@@ -4,6 +4,7 @@ Shapes are those of the op's `make`:
 
 - norms: rows x H
 - short convolution: batch x tokens x channels
+- gated delta rule: B x T x heads of k x heads of v x width
 - rope: (B, heads, T, D)
 - gated units: rows x F
 - cross entropy: N x V
@@ -76,6 +77,7 @@ _SIZES: Mapping[str, Sizes] = {
     "layer_norm": Sizes((64, 128), (16384, 4096)),
     "gated_rms_norm": Sizes((64, 128), (262144, 128)),
     "causal_conv1d": Sizes((1, 64, 128), (1, 8192, 8192), {"activation": "silu"}),
+    "gated_delta_rule": Sizes((1, 100, 1, 2, 32), (1, 8192, 16, 32, 128)),
     "rope": Sizes((1, 4, 32, 32), (4, 32, 4096, 128), {"kv_heads": 8}, {"kv_heads": 2}),
     "swiglu": Sizes((64, 256), (16384, 14336)),
     "geglu": Sizes((64, 256), (16384, 14336)),

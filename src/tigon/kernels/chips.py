@@ -39,6 +39,8 @@ class Chip:
     logits_tile: LogitsTile | None = None
     """None: cuBLAS or hipBLAS computes the logits, and a second pass reads them. A chip gets a tile only if it has
     tensor descriptors (TMA) and Triton's product was measured to be as fast as the vendor's on it."""
+    spills: frozenset[str] = frozenset()
+    """Ops whose kernels spill registers on it, so that their path in PyTorch runs."""
     wide_expert_tiles: bool = False
     """Whether products of experts take tiles of 128 x 256 elements instead of 128 x 128: 1.2 to 1.5 times as fast on an
     H200. Triton spills registers with them for 8.0 and 10.0."""
@@ -49,8 +51,9 @@ class Chip:
         return isinstance(self.arch, tuple) and self.arch >= (8, 9)
 
 
+_DELTA_RULE = frozenset({"gated_delta_rule"})  # 0.9 to 34 KiB per thread on sm_75, 16 to 293 registers on AMD's chips
 CHIPS = (
-    Chip(names="RTX 20, T4", arch=(7, 5)),
+    Chip(names="RTX 20, T4", arch=(7, 5), spills=_DELTA_RULE),
     Chip(names="A100", arch=(8, 0)),
     Chip(names="RTX 30", arch=(8, 6)),
     Chip(names="RTX 40, L4, L40S", arch=(8, 9)),
@@ -63,12 +66,12 @@ CHIPS = (
     ),
     Chip(names="B200, GB200", arch=(10, 0)),
     Chip(names="RTX 50, RTX PRO 6000", arch=(12, 0)),
-    Chip(names="MI210, MI250X", arch="gfx90a"),
-    Chip(names="MI300X, MI325X", arch="gfx942"),
-    Chip(names="MI350X, MI355X", arch="gfx950"),
-    Chip(names="RX 7900, PRO W7900", arch="gfx1100"),
-    Chip(names="Ryzen AI Max", arch="gfx1151"),
-    Chip(names="RX 9070, AI PRO R9700", arch="gfx1201"),
+    Chip(names="MI210, MI250X", arch="gfx90a", spills=_DELTA_RULE),
+    Chip(names="MI300X, MI325X", arch="gfx942", spills=_DELTA_RULE),
+    Chip(names="MI350X, MI355X", arch="gfx950", spills=_DELTA_RULE),
+    Chip(names="RX 7900, PRO W7900", arch="gfx1100", spills=_DELTA_RULE),
+    Chip(names="Ryzen AI Max", arch="gfx1151", spills=_DELTA_RULE),
+    Chip(names="RX 9070, AI PRO R9700", arch="gfx1201", spills=_DELTA_RULE),
 )
 _INTERPRETER = Chip(
     names="Triton's interpreter",

@@ -1,9 +1,9 @@
 """Layers with a state instead of attention: which code runs them, and what to install for fused kernels.
 
-tigon has an op for the short convolution. transformers runs the rest by another library's kernels if it finds that
-library, and by its own PyTorch code otherwise, without a word in most versions. Since 5.16 a decorator in
-transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in the file of
-the model.
+tigon has ops for the short convolution and the gated delta rule. transformers runs the rest by another library's
+kernels if it finds that library, and by its own PyTorch code otherwise, without a word in most versions. Since 5.16 a
+decorator in transformers/integrations/hub_kernels.py chooses. Earlier versions bind the library's function, or None, in
+the file of the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from tigon.kernels import chips
+from tigon.ops.gated_delta_rule import MAX_WIDTH
 
 PYTORCH = "PyTorch"
 TIGON = "tigon"
@@ -125,17 +128,63 @@ def paths_of(model: nn.Module, *, fused: bool = False) -> tuple[LayerPath, ...]:
     fused: The model will be patched.
     """
     in_hub = bool(getattr(model, "use_kernels", False))
+    width = max((getattr(module, "head_k_dim", 0) for module in model.modules()), default=0) if fused else 0
     return tuple(
         LayerPath(
-            kind.name, len(classes), HUB if in_hub else _fused(kind, runs_in(kind, classes[0]), fused), kind.library
+            kind.name,
+            len(classes),
+            HUB if in_hub else _fused(kind, runs_in(kind, classes[0]), width) if fused else runs_in(kind, classes[0]),
+            kind.library,
         )
         for kind, classes in _layers(model).items()
     )
 
 
-def _fused(kind: LayerKind, runs: str, fused: bool) -> str:
-    """What runs layers of a kind. The op of a patched model takes the place of PyTorch's convolution."""
-    return TIGON if fused and kind is CONVOLUTION and runs == PYTORCH else runs
+def _fused(kind: LayerKind, runs: str, width: int, arch: tuple[int, int] | None = None) -> str:
+    """What runs layers of a kind in a patched model.
+
+    The ops take the place of PyTorch's convolution and gated delta rule, and of the library's gated delta rule where it
+    cannot train.
+
+    Args:
+        runs: what runs them without the patch.
+        width: the numbers of a key of the gated delta rule.
+        arch: the GPU's compute capability; None for the GPU of this process.
+    """
+    if kind not in (CONVOLUTION, DELTA_RULE) or runs == TIGON or not _calls_globals():
+        return runs
+    if kind is DELTA_RULE and rule_objection(width, arch) is not None:
+        return runs
+    refused = kind is DELTA_RULE and runs == kind.library and refused_on(arch) is not None
+    return TIGON if runs == PYTORCH or refused else runs
+
+
+def rule_objection(width: int, arch: tuple[int, int] | None = None) -> str | None:
+    """Why tigon's gated delta rule cannot run keys of `width` numbers on a GPU, or None. arch: as for `_fused`."""
+    if width > MAX_WIDTH:
+        return f"its keys have {width} numbers; the op's limit is {MAX_WIDTH}"
+    here = torch.cuda.current_device() if torch.cuda.is_available() else None
+    chip = chips.chip(here) if arch is None else chips.chip_of_arch(arch)
+    if chip is not None and "gated_delta_rule" in chip.spills:
+        return f"the op's kernels spill registers on {chip.names}"
+    return None
+
+
+def rule_left(model: nn.Module) -> str | None:
+    """One sentence if tigon's op cannot run the gated delta rule of a patched model: why, and what runs."""
+    layers = [module for module in model.modules() if DELTA_RULE in _kinds_of(module)[type(module)]]
+    if not layers or (reason := rule_objection(getattr(layers[0], "head_k_dim", 0))) is None:
+        return None
+    return f"gated_delta_rule: {reason}; {runs_in(DELTA_RULE, type(layers[0]))} runs these layers"
+
+
+@functools.cache
+def _calls_globals() -> bool:
+    """Whether layers call the functions that the ops replace by a global name, as they do since transformers 5.16."""
+    import transformers  # loads transformers
+    from packaging.version import Version  # loads packaging
+
+    return Version(transformers.__version__) >= Version("5.16")
 
 
 def runs_of(model: nn.Module) -> list[tuple[str, nn.Module, dict[LayerKind, str]]]:
@@ -156,7 +205,7 @@ def takes_documents(runs: Mapping[str, str]) -> bool:
     scans = [kind for kind in KINDS if kind.name in runs and kind is not CONVOLUTION]
     if not scans:
         return runs.get(CONVOLUTION.name) in (PYTORCH, TIGON)
-    return all(kind.bounds and runs[kind.name] == kind.library for kind in scans)
+    return all(kind.bounds and runs[kind.name] in (kind.library, TIGON) for kind in scans)
 
 
 @functools.cache
@@ -166,12 +215,19 @@ def found_libraries() -> tuple[str, ...]:
     return tuple(library for library, package in packages.items() if importlib.util.find_spec(package) is not None)
 
 
-def paths_of_counts(counts: Mapping[str, int], *, fused: bool = False) -> tuple[LayerPath, ...]:
-    """`paths_of` a model that need not be built, by the libraries that are installed."""
+def paths_of_counts(
+    counts: Mapping[str, int], *, fused: bool = False, width: int = 0, arch: tuple[int, int] | None = None
+) -> tuple[LayerPath, ...]:
+    """`paths_of` a model that need not be built, by the libraries that are installed.
+
+    Args:
+        width: the numbers of a key of the gated delta rule.
+        arch: the compute capability of the run's GPU; None for the GPU of this process.
+    """
+    runs = {kind: _installed(kind) for kind in KINDS if kind.name in counts}
     return tuple(
-        LayerPath(kind.name, counts[kind.name], _fused(kind, _installed(kind), fused), kind.library)
-        for kind in KINDS
-        if kind.name in counts
+        LayerPath(kind.name, counts[kind.name], _fused(kind, run, width, arch) if fused else run, kind.library)
+        for kind, run in runs.items()
     )
 
 
@@ -228,6 +284,12 @@ def refused_backward(paths: Iterable[LayerPath], arch: tuple[int, int] | None = 
     )
 
 
+def refused_on(arch: tuple[int, int] | None = None) -> str | None:
+    """The sentence of `refused_backward` if the library's gated delta rule cannot train there. None: on this GPU."""
+    library = DELTA_RULE.library
+    return refused_backward([LayerPath(DELTA_RULE.name, 1, library, library)], arch)
+
+
 def _layers(model: nn.Module) -> dict[LayerKind, list[type[nn.Module]]]:
     """The classes of the layers of each kind that the model has, one per layer."""
     kinds_of = _kinds_of(model)
@@ -250,9 +312,10 @@ def _calls(cls: type[nn.Module]) -> frozenset[str]:
 
 def runs_in(kind: LayerKind, layer: type[nn.Module]) -> str:
     """What runs this kind's part of a layer of this class."""
-    if kind is CONVOLUTION and any(
-        getattr(vars(part).get("_tigon_seam"), "flag", "") == "convolution" for part in layer.__mro__
-    ):
+    seams = [vars(part).get("_tigon_seam") for part in layer.__mro__]
+    of_states = [seam for seam in seams if seam is not None and seam.flag == "convolution"]
+    replaced = {CONVOLUTION: "convolves", DELTA_RULE: "rule"}.get(kind)
+    if replaced is not None and any(getattr(seam, replaced) for seam in of_states):
         return TIGON
     for part in layer.__mro__:
         bound = getattr(sys.modules.get(part.__module__), kind.function, part)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import OptionError, PatchError
-from tigon.models.hybrid_layers import paths_of, refused_backward
+from tigon.models.hybrid_layers import paths_of, refused_backward, rule_left
 from tigon.models.report import LeftAlone, PatchReport, Replaced, SeamsByPath
 from tigon.models.seams.attention_sinks import CausalMaskSeam, SinksAttentionSeam
 from tigon.models.seams.base import (
@@ -431,9 +431,12 @@ def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: Flags
     report = PatchReport(title if spec.claims else f"{title}, matched by structure", _changes=decision.changes)
     report.layer_paths = paths_of(model)
     report.notes += [said] if (said := refused_backward(report.layer_paths)) else []
+    if flags.get(CONVOLUTION_FLAG) is not False and (said := rule_left(model)):
+        report.notes.append(said)
     replaced: dict[tuple[str, str], list[str]] = {}
     for change in (change for change in decision.changes if change.seam.reported):
-        replaced.setdefault((change.seam.op_for(change.module), type(change.module).__name__), []).append(change.path)
+        for op in change.seam.ops_for(change.module):
+            replaced.setdefault((op, type(change.module).__name__), []).append(change.path)
     report.replaced = [Replaced(op, cls, tuple(paths)) for (op, cls), paths in replaced.items()]
     left: dict[tuple[str, str, str], list[str]] = {}
     for path, module, seam, reason in decision.refused:

@@ -28,7 +28,15 @@ LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
 OPTIONAL_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType(
-    {"experts": (ExpertsOpSeam(), ExpertsLoraSeam()), "router": ROUTERS, CONVOLUTION_FLAG: (ConvolutionSeam(),)}
+    {
+        "experts": (ExpertsOpSeam(), ExpertsLoraSeam()),
+        "router": ROUTERS,
+        CONVOLUTION_FLAG: (
+            ConvolutionSeam(rule=True),
+            ConvolutionSeam(rule=True, convolves=False),
+            ConvolutionSeam(),
+        ),
+    }
 )
 
 

@@ -15,7 +15,6 @@ from tigon.models.loading.config import load_config
 from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
 from tigon.objectives.post_training.objective import PostTraining
 from tigon.objectives.post_training.planned import (
-    TIME_WITHOUT_WRITING,
     UNCOMPARED,
     PlannedTeacher,
     PlannedWithCompletions,
@@ -49,7 +48,7 @@ class PlannedDistillation(PlannedWithCompletions):
 
     def notes(self) -> tuple[str, ...]:
         own = "TRL's distillation runs without autocast on one process: amp-bf16 and amp-fp16 compute in fp32."
-        return (UNCOMPARED, TIME_WITHOUT_WRITING, own)
+        return (UNCOMPARED, own)
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)

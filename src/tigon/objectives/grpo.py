@@ -16,7 +16,6 @@ from tigon.objectives.base import FrozenModel, PlannedObjective, TracedModels
 from tigon.objectives.post_training.objective import PostTraining
 from tigon.objectives.post_training.planned import (
     COMPARED,
-    TIME_WITHOUT_WRITING,
     UNCOMPARED,
     PlannedWithCompletions,
     PlannedWithReference,
@@ -57,7 +56,7 @@ class PlannedGRPO(PlannedWithCompletions, PlannedWithReference):
         return super().frozen_models(trained, settings) if self.has_reference else ()
 
     def notes(self) -> tuple[str, ...]:
-        return (UNCOMPARED if self.shared_prefix else COMPARED, TIME_WITHOUT_WRITING)
+        return (UNCOMPARED if self.shared_prefix else COMPARED,)
 
     def _row(self, batch: int, prompt: int) -> PrefixRow:
         """The prompts once, without their last token, with which each completion begins."""

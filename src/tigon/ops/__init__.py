@@ -13,6 +13,7 @@ from tigon.ops.attention_with_sinks import attention_with_sinks
 from tigon.ops.causal_conv1d import causal_conv1d
 from tigon.ops.expert_operators import ExpertUnit
 from tigon.ops.experts import experts
+from tigon.ops.gated_delta_rule import gated_delta_rule
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.head.cross_entropy import linear_cross_entropy
 from tigon.ops.head.divergence import linear_kl
@@ -68,6 +69,7 @@ __all__ = [
     "cross_entropy",
     "experts",
     "fp8_linear",
+    "gated_delta_rule",
     "gated_rms_norm",
     "geglu",
     "layer_norm",

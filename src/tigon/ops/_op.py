@@ -65,11 +65,19 @@ class Op:
     straight_through: bool = False
     """Whether the backward takes a rounding of the forward for the identity, so that finite differences disagree."""
     error_factor: float = 2.0
+    fp32_error_factor: float | None = None
+    """The factor in fp32, if it is another."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Largest relative Frobenius error against fp64 over all cases, outputs and gradients, by dtype, on an H200."""
     quantisation_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """For an op that rounds its factors: relative Frobenius error against the unrounded formula, by option and result,
     for bf16 factors with normally distributed values."""
+
+    def factor(self, dtype: torch.dtype) -> float:
+        """How many times the baseline's error the op's may be."""
+        if dtype is torch.float32 and self.fp32_error_factor is not None:
+            return self.fp32_error_factor
+        return self.error_factor
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:

@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import numbers
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -191,7 +192,8 @@ class Primitive:
     same arguments and returns empty outputs of the right shapes, dtypes and devices. `check`, if given, runs first on
     the arguments of every real call and may raise. `complete(results, *args)`, if given, replaces each None in the
     kernel's results by an empty tensor, because an operator must not return None. Calls without the dispatcher get
-    None, because an allocation takes 1 us.
+    None, because an allocation takes 1 us. `op` names an op whose kernel spills registers on some chips
+    (`Chip.spills`), where the reference runs.
 
     Without a `schema`, the annotations of `fake` make it, and all bodies take and return records (`signature.py`).
     """
@@ -207,6 +209,7 @@ class Primitive:
         composite: Callable[..., Any] | None = None,
         check: Callable[..., None] | None = None,
         complete: Callable[..., Any] | None = None,
+        op: str = "",
     ) -> None:
         if (composite is None) == (reference is None) or (reference is None) != (kernel is None):
             raise TypeError(f"{name} needs either a composite, or a kernel and a reference.")
@@ -215,6 +218,7 @@ class Primitive:
         self._complete = complete
         self._reference = reference
         self._composite = composite
+        self._op = op
         self._kernel_path = kernel
         self.signature = Signature(fake) if schema is None else None
         self.fake = _flat(fake, self.signature)
@@ -239,7 +243,17 @@ class Primitive:
 
     def body(self, x: Tensor) -> Callable[..., Any]:
         """The real body of a call whose first tensor is `x`, without its check."""
-        return self._composite or (self.kernel if uses_kernel(x) else self._reference)  # type: ignore[return-value]
+        if self._composite is None and uses_kernel(x) and not (self._op and self._spills(x)):
+            return self.kernel
+        return self._composite or self._reference  # type: ignore[return-value]
+
+    def _spills(self, x: Tensor) -> bool:
+        """Whether the kernel spills registers on the chip of `x`; says once that PyTorch runs the op there."""
+        chip = chips.chip(x.device.index)
+        if chip is None or self._op not in chip.spills:
+            return False
+        _say_slow(self._op, chip.names)
+        return True
 
     def _tensors(self, args: Sequence[Any]) -> list[Any]:
         return [tensor for position, get in self._getters for tensor in get(args[position])]
@@ -249,8 +263,7 @@ class Primitive:
         if self._check is not None:
             self._check(*args)
         x = args[0] if self._tensors_end else self._tensors(args)[0]
-        body = self._composite or (self.kernel if uses_kernel(x) else self._reference)
-        results = body(*args)  # type: ignore[misc]
+        results = self.body(x)(*args)
         return results if self._complete is None else self._complete(results, *args)
 
     def __call__(self, *args: Any) -> Any:
@@ -262,8 +275,12 @@ class Primitive:
             return signature.results(self._operator(*signature.flatten(args)))
         if self._check is not None:
             self._check(*args)
-        body = self._composite or (self.kernel if uses_kernel(tensors[0]) else self._reference)
-        return body(*args)  # type: ignore[misc]
+        return self.body(tensors[0])(*args)
+
+
+@functools.cache
+def _say_slow(op: str, chip: str) -> None:
+    warnings.warn(f"tigon.{op} runs in PyTorch on {chip}, because its kernels spill registers there.", stacklevel=2)
 
 
 def _flat(body: Callable[..., Any], signature: Signature | None) -> Callable[..., Any]:

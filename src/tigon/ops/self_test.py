@@ -1,6 +1,6 @@
 """Compares each op with its fp64 formula on the present device, for `tigon doctor` and before a run on a GPU.
 
-The allowed error is `error_factor` times the error of the oracle in the op's dtype, or the rounding error of that dtype
+The allowed error is `Op.factor` times the error of the oracle in the op's dtype, or the rounding error of that dtype
 if it is larger. All errors are measured against the fp64 oracle. A result is the op's error as a share of the allowed
 error, so 1 is the limit. The limit holds for the largest error of an element and for the Frobenius norm, for the
 outputs and for every gradient.
@@ -76,7 +76,7 @@ def _share(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> tupl
     wide = {name: _as(value, torch.float64) for name, value in inputs.items()}
     truth = _run(op.oracle, op, wide, upstream_dtypes)
     baseline = _run(op.oracle, op, inputs, upstream_dtypes)
-    factor = LUCK * op.error_factor
+    factor = LUCK * op.factor(dtype)
     if dtype == torch.bfloat16 and dispatch.INTERPRET and device.type == "cpu":
         factor *= INTERPRETED_BF16_FACTOR
     return max((share_of_allowance(got[name], truth[name], baseline[name], factor), name) for name in got)

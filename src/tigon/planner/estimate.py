@@ -22,9 +22,10 @@ from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
+from tigon.planner.generation_time import completions_s
 from tigon.planner.gpus import Gpu
-from tigon.planner.request import Request, check
-from tigon.planner.simulate.generation import reason_for_transformers
+from tigon.planner.request import Request, check, text_config
+from tigon.planner.simulate.generation import Completions
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import GraphMemory, in_graphs, offloaded
@@ -38,7 +39,7 @@ from tigon.techniques.checkpointing.host_offload import MAX_LEAVING
 from tigon.techniques.keys.settings import Settings
 from tigon.techniques.lora.lora import keeps_mxfp4
 from tigon.techniques.sequence_parallel import method
-from tigon.units import in_bytes
+from tigon.units import in_bytes, in_ms
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 
@@ -57,7 +58,9 @@ class Estimate:
     """Host memory: pinned buffers, and optimizer state in unified memory."""
     nvme_bytes: int
     step_s: float
-    """One optimizer step, including all its micro-batches."""
+    """One optimizer step, including all its micro-batches and the completions that the run writes for them."""
+    completions_s: float
+    """The part of a step in which the run writes completions."""
     tokens_per_s: float
     """All GPUs together."""
     phases: Mapping[str, int]
@@ -112,7 +115,11 @@ def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
         graphs=graphs,
     ).memory()
     overlapped_bytes = placement.managed + offloaded_bytes
-    step_s = step_seconds(request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes)
+    update_s = step_seconds(request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes)
+    written, written_s = memory.completions, 0.0
+    if written is not None:
+        written_s = completions_s(written, per_rank_request, gpu, model)
+    step_s = update_s + written_s
     groups = request.gpus // request.settings.sharding.processes_per_sample
     tokens = request.tokens * request.micro_batches * groups
     return Estimate(
@@ -122,11 +129,12 @@ def _run_pipeline(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
         host_bytes=overlapped_bytes + placement.host,
         nvme_bytes=placement.nvme,
         step_s=step_s,
+        completions_s=written_s,
         tokens_per_s=tokens / step_s,
         phases={name: memory.phases.get(name, 0) for name in PHASES},
         peak_phase=memory.peak_phase,
         components={name: memory.components[name] for name in COMPONENTS},
-        notes=_notes(request, gpu, engine, model),
+        notes=(*_notes(request, gpu, engine, model), *_completions_notes(written, written_s, step_s)),
     )
 
 
@@ -161,7 +169,8 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     notes = []
     if settings.model.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
-    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched):
+    width = getattr(text_config(request.config), "linear_key_head_dim", 0)
+    if paths := paths_of_counts(model.hybrid_layers, fused=settings.model.patched, width=width, arch=gpu.arch):
         notes.append(f"With what is installed here, {slow_layers(paths) or '; '.join(map(str, paths))}.")
         if refused := refused_backward(paths, gpu.arch):
             notes.append(f"With what is installed here, {refused}.")
@@ -176,8 +185,6 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
         size = in_bytes(model_weights(frozen_request).weight_bytes)
         notes.append(f"The run holds a second, frozen model: {frozen_request.model}, {size}.")
     notes += request.objective.notes()
-    if reason := reason_for_transformers(request):
-        notes.append(f"Completions: transformers' generate, {reason}.")
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if settings.sharding.offload == "nvme":
@@ -189,3 +196,17 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     if settings.lora.quantize and "train.objective" in request.objective.recipe_keys():
         notes.append("No GPU has measured this objective over 4-bit weights.")
     return tuple(notes)
+
+
+def _completions_notes(written: Completions | None, written_s: float, step_s: float) -> tuple[str, ...]:
+    """What writes the completions, and its part of the step's time and memory."""
+    if written is None:
+        return ()
+    writer = "tigon's generator" if written.by_generator else "transformers' generate"
+    reason = f", {written.why_transformers}" if written.why_transformers else ""
+    gathered = f", with {in_bytes(written.gathered_bytes)} of gathered weights" if written.gathered_bytes else ""
+    share = f"{in_ms(1e3 * written_s)} of the step's {in_ms(1e3 * step_s)}"
+    return (
+        f"Completions: {writer}{reason}. At full length they take {share}, and the GPU then holds "
+        f"{in_bytes(written.peak_bytes)}{gathered}.",
+    )

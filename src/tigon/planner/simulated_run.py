@@ -11,10 +11,10 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.allocator import CachingAllocator, has_expandable_segments, sets_expandable_segments
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
-from tigon.planner.simulate.generation import generate
+from tigon.planner.simulate.generation import Completions, generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
-from tigon.planner.simulate.playback import GradientRules, GraphMemory, replay, replay_evaluation
+from tigon.planner.simulate.playback import GradientRules, GraphMemory, StageBytes, replay, replay_evaluation
 from tigon.planner.trace.cache.step_tapes import StepTapes
 from tigon.planner.trace.dispatch_recorder import rounded
 
@@ -33,6 +33,8 @@ class RunMemory:
     phases: Mapping[str, int]
     """The peak of each phase that was simulated."""
     reserved_bytes: int
+    completions: Completions | None
+    """How a step writes its completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,9 @@ class SimulatedRun:
         budget_bytes = allocator_budget_bytes(self.gpu, self.engine.settings)
         ledger = Ledger(allocator=CachingAllocator(budget_bytes, expandable=is_expandable(self.request, self.gpu)))
         self._load(ledger)
+        completions = None
         for step in range(STEPS):
-            self._step(ledger, first=step == 0)
+            completions = self._step(ledger, first=step == 0)
         # This phase holds what stays after a step. The NaN guard reads the largest and the smallest value of each
         # weight before a save, which adds a few KiB: 34 KB for 525 million weights on an H200.
         ledger.enter("save")
@@ -73,6 +76,7 @@ class SimulatedRun:
             components=components,
             phases=ledger.phases,
             reserved_bytes=reserved_bytes,
+            completions=completions,
         )
 
     def _load(self, ledger: Ledger) -> None:
@@ -84,7 +88,7 @@ class SimulatedRun:
         if placement.gradients.allocated == "at the start":
             ledger.alloc(placement.gradients.nbytes, "gradients")
 
-    def _step(self, ledger: Ledger, *, first: bool) -> None:
+    def _step(self, ledger: Ledger, *, first: bool) -> Completions | None:
         placement = self.placement
         ledger.enter("forward")
         if first:
@@ -94,7 +98,7 @@ class SimulatedRun:
                 ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
             if self.graphs is not None:
                 self._capture(ledger, self.graphs)
-        generate(ledger, self.request, self.model)
+        completions = generate(ledger, self.request, self.model)
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
         if first:
@@ -106,6 +110,7 @@ class SimulatedRun:
             temporaries.append(sum(weight.grad_bytes for weight in self.model.weights if weight.embedding))
         ledger.alloc_briefly(*temporaries)
         ledger.free_all(gradients)
+        return completions
 
     def _capture(self, ledger: Ledger, graphs: GraphMemory) -> None:
         """Allocate what the graphs hold from the first step on."""
@@ -144,7 +149,15 @@ class SimulatedRun:
                     update_bytes=update_bytes,
                 ),
                 gathered=gathered,
-                gathered_bytes=(gathered_plan.forward, gathered_plan.backward, gathered_plan.last),
+                gathered_bytes=StageBytes(
+                    forward=gathered_plan.forward,
+                    loss=gathered_plan.loss,
+                    loss_backward=gathered_plan.loss_backward,
+                    backward=gathered_plan.backward,
+                    first_layer=gathered_plan.first_layer,
+                    last=gathered_plan.last,
+                    entering=gathered_plan.entering,
+                ),
             )
         if gathered is not None:
             gathered.close()

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
@@ -37,6 +38,7 @@ from tigon.techniques.sequence_parallel.sequence_parallel import shards_of
 from tigon.trainer.checkpoint import checkpoint, distributed_checkpoint, nvme_swap, resume_rules
 from tigon.trainer.checkpoint.adapter_files import ADAPTER_FILE, check_against, declare_head
 from tigon.trainer.checkpoint.atomic_save import SCHEDULER, AtomicSave
+from tigon.trainer.distributed import frozen_shards
 from tigon.trainer.distributed.deepspeed_fixes import (
     allow_deepspeed_globals,
     keep_partition_dtype,
@@ -93,6 +95,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     """A Trainer with the guards that the module docstring lists. `guard` sets them up after the construction."""
 
     control: TrainerControl
+    reference: ClassVar[nn.Module | None] = None
+    """A frozen model that TRL's trainer divides while it is made. `trl_trainer.make` sets it in a subclass."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make FSDP2 reduce gradients in fp32, as DDP does. Accelerate would use bf16, and round the loss to bf16.
@@ -106,6 +110,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         policy = getattr(plugin, "mixed_precision_policy", None)
         if plugin is not None and policy is not None:
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+        if self.reference is not None:
+            frozen_shards.divide_layers(self.reference, self.accelerator)
 
     def guard(
         self,

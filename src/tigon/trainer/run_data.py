@@ -335,7 +335,7 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: in
         batches["comparison.batch_size"] = recipe.comparison.batch_size
     for name, batch_size in batches.items():
         if n_samples < batch_size:
-            advice = _gives_more(recipe, size, batch_size)
+            advice = _gives_more(recipe, size, n_samples, batch_size, completions)
             raise RecipeError(f"{given} {name} {batch_size}; {advice}lower {name}{more}")
     train = recipe.train
     samples_per_step = train.samples_per_step * size.n_processes
@@ -343,9 +343,9 @@ def _check_enough(recipe: Recipe, n_samples: int, size: RunSize, completions: in
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
         shared = " groups of" if recipe.sharding.sequence > 1 else ""
         factors += f" x {size.n_processes}{shared} processes" if size.n_processes > 1 else ""
+        advice = _gives_more(recipe, size, n_samples, samples_per_step, completions)
         raise RecipeError(
-            f"{given} the {samples_per_step} of one step ({factors}); {_gives_more(recipe, size, samples_per_step)}"
-            f"lower one of these factors{more}"
+            f"{given} the {samples_per_step} of one step ({factors}); {advice}lower one of these factors{more}"
         )
 
 
@@ -361,9 +361,13 @@ def _check_schedule(recipe: Recipe, n_steps: int) -> None:
     )
 
 
-def _gives_more(recipe: Recipe, size: RunSize, wanted: int) -> str:
-    """The advice to train on the eval split too, or to give each row its own sample, if that makes enough of them."""
-    if not recipe.data.eval_source and size.n_samples < wanted <= size.n_samples + size.n_eval_samples:
+def _gives_more(recipe: Recipe, size: RunSize, n_samples: int, wanted: int, completions: int | None) -> str:
+    """The advice to train on the eval split too, or to give each row its own sample, if that makes enough of them.
+
+    n_samples: before samples that fill no step are left out. completions: see `_check_enough`.
+    """
+    kept = size.n_eval_samples * (completions or 1)
+    if not recipe.data.eval_source and n_samples < wanted <= n_samples + kept:
         return f"set data.eval_fraction: 0, which adds the {size.n_eval_samples} kept for evaluation, "
     if not recipe.data.packs or size.n_rows < max(wanted, size.n_samples + 1):
         return ""

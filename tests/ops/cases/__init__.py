@@ -5,10 +5,10 @@ The first case of an op is the small one of its record, with which `tigon doctor
 
 from __future__ import annotations
 
-from tests.ops.cases import attention, convolution, experts, glu, heads, linear, losses, norms, rope
+from tests.ops.cases import attention, convolution, delta_rule, experts, glu, heads, linear, losses, norms, rope
 from tigon.ops import Case, Op
 
-_GROUPS = (norms, rope, glu, losses, heads, linear, experts, attention, convolution)
+_GROUPS = (norms, rope, glu, losses, heads, linear, experts, attention, convolution, delta_rule)
 CASES = {name: cases for group in _GROUPS for name, cases in group.CASES.items()}
 
 

@@ -26,7 +26,7 @@ from tigon._trunk import trunk_of
 from tigon.errors import one_line
 from tigon.models.decoding.kv_pool import KVPool
 from tigon.models.decoding.prompt_queue import PromptQueue
-from tigon.models.decoding.rows import MOST_ROWS, Limits, Rows, Written
+from tigon.models.decoding.rows import LEAST_GRAPH_STEPS, MOST_ROWS, PROMPT_TOKENS, PROMPTS, Limits, Rows, Written
 from tigon.models.decoding.sampling import Sampling, sample
 from tigon.models.kv_cache import cache_argument, queries_per_key
 from tigon.models.patch import unwrap
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 CHECK_STEPS = 16
 """Decoding steps between two looks at which rows have ended. A look waits for the GPU. Waiting completions begin when
 one of this many rows is free, because a pass over their prompts takes at least as long as a step."""
-LEAST_GRAPH_STEPS = 16
-"""Steps that have to remain for a capture, which takes as long as two steps without a graph."""
-PROMPT_TOKENS, PROMPTS = 4096, 16
-"""The most tokens, with padding, and prompts of one pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

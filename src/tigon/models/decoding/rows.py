@@ -17,6 +17,10 @@ from tigon.ops.decode_attention import COLUMNS
 
 MOST_ROWS = 256
 """Completions that are written at once. Others begin when a row is free."""
+LEAST_GRAPH_STEPS = 16
+"""Steps that have to remain for a capture, which takes as long as two steps without a graph."""
+PROMPT_TOKENS, PROMPTS = 4096, 16
+"""The most tokens, with padding, and prompts of one pass."""
 
 DECODED_KINDS = frozenset({"full_attention", "sliding_attention"})
 """The kinds of layers, by transformers' names, that the generator decodes."""

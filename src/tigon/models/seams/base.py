@@ -72,6 +72,10 @@ class Seam(ABC):
         """The op that this module gets, for the report."""
         return self.op
 
+    def ops_for(self, module: nn.Module) -> tuple[str, ...]:
+        """All ops that this module gets, for the report."""
+        return (self.op_for(module),)
+
     @abstractmethod
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         """The attributes of the generated subclass of `base`."""

@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models.hybrid_layers import CONVOLUTION, PYTORCH, runs_in
+from tigon.models import hybrid_layers
+from tigon.models.hybrid_layers import CONVOLUTION, DELTA_RULE, PYTORCH, runs_in
+from tigon.models.seams import delta_rule
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.seams.rebind import Forward, owner_of, rebind
 from tigon.models.verification import probe
@@ -66,18 +68,34 @@ def fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class ConvolutionSeam(Seam):
-    """A layer whose short convolution PyTorch runs."""
+    """A layer whose short convolution or gated delta rule PyTorch runs, or a library that cannot train.
 
+    rule: whether the layer's gated delta rule becomes tigon's op.
+    convolves: whether its convolution does.
+    """
+
+    rule: bool = False
+    convolves: bool = True
     op: ClassVar[str] = "causal_conv1d"
     flag: ClassVar[str] = "convolution"
 
     def candidate(self, module: nn.Module) -> bool:
-        return isinstance(type(module).forward, FunctionType) and function_of(type(module)) is not None
+        forward = type(module).forward
+        fits = isinstance(forward, FunctionType) and function_of(type(module)) is not None
+        return fits and (not self.rule or owner_of(forward, delta_rule.NAME) is not None)
 
     def code(self, module: nn.Module) -> Callable[..., Any]:
         return function_of(type(module)) or type(module).forward
 
+    def ops_for(self, module: nn.Module) -> tuple[str, ...]:
+        return (*(["gated_delta_rule"] if self.rule else []), *([self.op] if self.convolves else []))
+
     def objection(self, module: nn.Module) -> str | None:
+        if self.rule and (reason := rule_objection(module)):
+            return reason
+        return self._objection_to_convolution(module) if self.convolves else None
+
+    def _objection_to_convolution(self, module: nn.Module) -> str | None:
         runs = runs_in(CONVOLUTION, type(module))
         if runs != PYTORCH:
             return f"{runs} runs its convolution"
@@ -97,7 +115,24 @@ class ConvolutionSeam(Seam):
         forward: Forward = base.forward
         owner = owner_of(forward, NAME)
         assert owner is not None  # candidate() would have said so
-        return {"forward": rebind(forward, owner, {NAME: fused(owner.__globals__[NAME])})}
+        replacements: dict[str, Any] = {}
+        if self.convolves:
+            replacements[NAME] = fused(owner.__globals__[NAME])
+        if self.rule:
+            replacements[delta_rule.NAME] = delta_rule.fused(owner.__globals__[delta_rule.NAME])
+        return {"forward": rebind(forward, owner, replacements)}
+
+
+def rule_objection(module: nn.Module) -> str | None:
+    """Why the gated delta rule of a layer stays, or None."""
+    runs = runs_in(DELTA_RULE, type(module))
+    if runs != PYTORCH and hybrid_layers.refused_on() is None:
+        return f"{runs} runs its gated delta rule"
+    if (reason := hybrid_layers.rule_objection(getattr(module, "head_k_dim", 0))) is not None:
+        return reason
+    owner = owner_of(type(module).forward, delta_rule.NAME)
+    assert owner is not None  # candidate() would have said so
+    return delta_rule.objection(owner.__globals__[delta_rule.NAME])
 
 
 def _inputs(width: int) -> tuple[Tensor, ...]:

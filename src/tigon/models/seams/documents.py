@@ -4,8 +4,8 @@ No mask stops such a layer from carrying its state and its last tokens into the 
 transformers' name for the document of each token, and from 5.16 on it hands the argument down to these layers
 (`models/packed_documents.py`). A layer that gets it runs in one of two ways:
 
-- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, and so does tigon's
-  short convolution, which replaces PyTorch's. A layer of these parts runs once.
+- `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention take where documents begin, and so do tigon's
+  gated delta rule and short convolution. A layer of these parts runs once.
 - Everything else runs each document by itself. This is exact with any implementation. The layer's products and kernels
   are then as many as the documents.
 

@@ -29,7 +29,6 @@ PADDED = (
     "The plan does not know how many tokens sequences share and computes the prompt of each, so with shared_prefix "
     "memory and time are upper bounds."
 )
-TIME_WITHOUT_WRITING = "The step time is that of training; the time in which completions are written is left out."
 
 
 @dataclass(frozen=True)

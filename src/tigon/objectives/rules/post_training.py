@@ -102,13 +102,16 @@ _PLANNED_RULES = (
 )
 
 
+_FSDP2, _QUANTIZED = Condition("sharding.fsdp", "is", True), Condition("lora.quantize", "is", True)
 _WITHOUT_GENERATOR = (
-    (Condition("sharding.zero", "is at least", 1), "DeepSpeed", "sharding.zero: 0"),
-    (Condition("sharding.fsdp", "is", True), "FSDP2", "sharding.fsdp: false"),
-    (Condition("lora.base_offload", "is", True), "frozen layers in host memory", "lora.base_offload: false"),
+    ((Condition("sharding.offload", "is not", "none"),), "states in host memory", "sharding.offload: none"),
+    ((_FSDP2, _QUANTIZED), "4-bit weights under FSDP2", "sharding.fsdp: false"),
+    ((Condition("sharding.zero", "is at least", 3), _QUANTIZED), "4-bit weights under ZeRO-3", "sharding.zero: 2"),
+    ((Condition("sharding.tensor", "is at least", 2),), "tensor parallelism", "sharding.tensor: 1"),
+    ((Condition("lora.base_offload", "is", True),), "frozen layers in host memory", "lora.base_offload: false"),
 )
-"""What tigon's generator does not go with: a condition, its name, and what to set instead."""
-_WITHOUT_AUTO = ((Condition("model.kernels", "is not", "tigon"), "model.kernels", "model.kernels: tigon"),)
+"""What tigon's generator does not go with: conditions that hold together, their name, and what to set instead."""
+_WITHOUT_AUTO = (((Condition("model.kernels", "is not", "tigon"),), "model.kernels", "model.kernels: tigon"),)
 """With what `auto` leaves the completions to transformers too."""
 
 
@@ -117,15 +120,16 @@ def generator_obstacle(settings: Settings, chosen: str) -> tuple[str, str] | Non
     against it. chosen: `post_training.generator`, `auto` or `tigon`.
     """
     rows = (*_WITHOUT_GENERATOR, *(_WITHOUT_AUTO if chosen == "auto" else ()))
-    return next(((name, instead) for condition, name, instead in rows if condition.holds(settings)), None)
+    holding = (row for row in rows if all(condition.holds(settings) for condition in row[0]))
+    return next(((name, instead) for _, name, instead in holding), None)
 
 
 _GENERATOR_RULES = tuple(
     Rule(
-        (Condition("post_training.generator", "is", "tigon"), condition),
+        (Condition("post_training.generator", "is", "tigon"), *conditions),
         f"post_training.generator: tigon does not go with {name}; set generator: transformers, or {instead}",
     )
-    for condition, name, instead in _WITHOUT_GENERATOR
+    for conditions, name, instead in _WITHOUT_GENERATOR
 )
 
 

@@ -50,9 +50,17 @@ class GatheredSizes:
     both_passes: int = 0
     """Bytes that are held through both passes."""
     forward: int = 0
-    """Bytes in addition to `both_passes` in the forward pass and in the loss."""
+    """Bytes in addition to `both_passes` in the layers' forward pass."""
+    loss: int = 0
+    """Bytes in addition to `both_passes` while the loss is computed."""
+    loss_backward: int = 0
+    """Bytes in addition to `both_passes` while the loss is differentiated."""
+    entering: int = 0
+    """Bytes in addition to `forward` when a layer's forward pass begins, and to `loss` when the head's begins."""
     backward: int = 0
     """Bytes in addition to `both_passes` during the layers' backward pass."""
+    first_layer: int = 0
+    """Bytes in addition to `both_passes` during the backward pass of the first layer, which comes last."""
     last: int = 0
     """Bytes in addition to `both_passes` after the layers' backward pass."""
     before_copy: int = 0

@@ -251,6 +251,8 @@ class Zero3(_Zero):
     """Divides weights too, and gathers them layer by layer."""
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
+    host_calls_of_pass = (host_calls - _Zero.host_calls) // 3
+    """Host time per weight in one pass of a model whose hooks gather each weight: forward, recomputed, backward."""
     host_calls_of_unit = 385
     """Host time per unit that is gathered at once, a layer or a weight outside the layers, if the hooks gather whole
     layers. A CPU-bound model with five units took 10.6 ms longer than under ZeRO-2 on the same H100s."""
@@ -259,13 +261,17 @@ class Zero3(_Zero):
         """The number of `host_calls` holds these passes if weights are gathered one by one."""
         return STEP_BYTES if self._gathers_layers(model) else 0
 
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
+        self._by_trl = "train.objective" in request.objective.recipe_keys()
+        return super().placement(request, model)
+
     def _gathers_layers(self, model: ModelWeights) -> bool:
         of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
         shapes = {weight.name: weight.shape for weight in model.weights}
         return gathers_layers(self.settings, RunInfo(shapes=shapes, processes=self.gpus, runs_layers_once=of_model))
 
     def _host_calls(self, model: ModelWeights) -> int:
-        if not self._gathers_layers(model):
+        if self._by_trl or not self._gathers_layers(model):  # under TRL each module has its hooks
             return super()._host_calls(model)
         units = len(layers_of(model)) + sum(weight.layer is None for weight in model.weights)
         return _Zero.host_calls * len(model.trained) + self.host_calls_of_unit * units
@@ -275,7 +281,12 @@ class Zero3(_Zero):
         return max(nbytes, largest_layer_bytes(model)) if self._gathers_layers(model) else nbytes
 
     def with_frozen(self, placement: Placement, frozen: Sequence[ModelWeights]) -> Placement:
-        return gathering_too(placement, frozen)
+        """The hooks of each frozen model gather its weights one by one, in one pass of the three of a trained model."""
+        if not frozen:
+            return placement
+        calls = sum(self.host_calls_of_pass * len(model.weights) for model in frozen)
+        traffic = replace(placement.traffic, host_calls=placement.traffic.host_calls + calls)
+        return gathering_too(replace(placement, traffic=traffic), frozen)
 
     def load_frozen(self, loading: Loading) -> None:
         load_divided(loading, self.gpus)
@@ -357,12 +368,15 @@ class Zero3(_Zero):
 
     def load(self, loading: Loading) -> None:
         ledger, placement, model = loading.ledger, loading.placement, loading.model
+        # this GPU's part of the first weight is there beside all whole weights; each later part, beside fewer
+        first_part = 0 if self._offloads else share(model.weights[0].nbytes, self.gpus)
         if placement.loaded_itemsize and loading.fits_whole():
             whole = loading.load_whole(for_the_host=self._offloads)
             self._cast(loading, whole)
+            ledger.alloc_briefly(first_part, component="weights")
             for tensors in whole:
                 ledger.free_all(tensors)
         elif placement.loaded_itemsize:
             # DeepSpeed moves all weights before it partitions any.
-            ledger.alloc_briefly(*(weight.nbytes for weight in model.weights), component="weights")
+            ledger.alloc_briefly(*(weight.nbytes for weight in model.weights), first_part, component="weights")
         ledger.alloc(placement.weights, "weights")

@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from tigon.models.decoding.memory import FP32, SPARE, cache_bytes, logits_bytes
 from tigon.models.decoding.prompt_queue import Room
 from tigon.models.decoding.rows import DECODED_KINDS
 from tigon.models.kv_cache import kv_widths, queries_per_key
+from tigon.objectives.base import Generation
 from tigon.objectives.rules.post_training import generator_obstacle
 from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
 from tigon.techniques.precision import number_format
+from tigon.units import in_bytes
 
-HALF, FP32 = 2, 4
-SAMPLED_COPIES = 3
-"""fp32 copies of the logits that the generator holds at once: scaled, noise, and their sum."""
+HALF = 2
 
 
-def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """How a GPU writes the completions of one optimizer step."""
+
+    generation: Generation
+    samples: int
+    room: Room
+    """Of tigon's generator."""
+    why_transformers: str | None
+    """Why `auto` leaves them to transformers. None: tigon's generator writes, or the recipe chose transformers."""
+    by_generator: bool
+    gathered_bytes: int
+    """The whole weights, if the GPU holds a part of them otherwise."""
+    peak_bytes: int
+    """The memory that the GPU holds at the last token."""
+
+
+def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completions | None:
     """Simulate the moment at which completions are longest: the last token of all samples of the optimizer step.
 
     The forward pass of the prompts is not simulated, because a micro-batch's passes over prompts with completions need
     more. tigon's generator holds a group's prompt once, and at most `MOST_ROWS` completions at a time. Under autocast
-    the pass holds 16-bit copies of the trained matrices.
+    the pass holds 16-bit copies of the trained matrices. ZeRO-3, and FSDP2 with tigon's generator, hold the whole
+    weights in the dtype of the products.
+
+    Returns:
+        How the completions are written; None if the objective writes none.
     """
     generation = request.objective.generation(request.seq)
     if generation is None:
-        return
-    samples = request.samples_per_step
-    uses_generator = generation.generator != "transformers" and reason_for_transformers(request) is None
-    itemsize = number_format(request.settings).compute_dtype.itemsize
-    if uses_generator:  # its pool keeps all tokens of a layer with a window too
-        prompts = -(-samples // generation.per_prompt)
-        room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
-        samples = room.rows
-        tokens = room.prompt_tokens + samples * generation.new_tokens
-        cache = [tokens * width * itemsize for widths in kv_widths(request.config, 1) for width in widths]
+        return None
+    settings, number = request.settings, number_format(request.settings)
+    itemsize = number.compute_dtype.itemsize
+    samples, reason = request.samples_per_step, reason_for_transformers(request)
+    prompts = -(-samples // generation.per_prompt)
+    room = Room.of(samples, prompts * generation.prompt_tokens, generation.prompt_tokens)
+    vocab_size, whole_bytes = model.lm_head_shape[0], itemsize * model.numel
+    by_generator = generation.generator != "transformers" and reason is None
+    own = cache_bytes(request.config, room, generation.new_tokens, itemsize)
+    if by_generator and settings.sharding.fsdp and generation.generator == "auto":
+        needed = whole_bytes + sum(own) + sum(logits_bytes(room.rows, vocab_size, itemsize))
+        reason = _missing_memory(ledger, needed)
+        by_generator = reason is None
+    gathers = settings.sharding.zero == 3 or (by_generator and settings.sharding.fsdp)
+    # DeepSpeed and FSDP2 cast the weights themselves, and the generator calls the model without Accelerate's autocast.
+    under_autocast = number.autocast is not None and not (gathers or settings.sharding.zero)
+    copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2] if under_autocast else []
+    ledger.enter("forward")
+    held = [ledger.alloc(whole_bytes, "weights")] if gathers else []
+    if by_generator:
+        cache = own
     else:
         tokens = generation.prompt_tokens + generation.new_tokens
         cache = [samples * width * itemsize for widths in kv_widths(request.config, tokens) for width in widths]
-    copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2]
-    under_autocast = number_format(request.settings).autocast is not None
-    ledger.enter("forward")
-    held = [ledger.alloc(nbytes, "activations") for nbytes in cache]
-    if under_autocast:
-        held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
-    if not uses_generator:
+    held += [ledger.alloc(nbytes, "activations") for nbytes in (*cache, *copies)]
+    peak_bytes = ledger.live_bytes
+    if not by_generator:
         # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention
         # repeats keys and values for the queries that share them.
         shared_by, largest = queries_per_key(request.config), sorted(cache)[-2:]
@@ -52,12 +83,28 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     # The last token's logits as the model returns them, in fp32, and their probabilities. The generator adds noise to
     # them instead, and captures these tensors in a graph, whose memory is its own.
     # Accelerate turns logits under autocast into fp32.
-    logits = samples * model.lm_head_shape[0]
-    in_fp32 = SAMPLED_COPIES if uses_generator else 2
-    ledger.alloc_briefly(
-        logits * (FP32 if under_autocast else itemsize), *[logits * FP32] * in_fp32, component="logits"
-    )
+    logits = logits_bytes(room.rows if by_generator else samples, vocab_size, FP32 if under_autocast else itemsize)
+    logits = logits if by_generator else logits[:3]
+    ledger.alloc_briefly(*logits, component="logits")
     ledger.free_all(held)
+    return Completions(
+        generation=generation,
+        samples=samples,
+        room=room,
+        why_transformers=reason,
+        by_generator=by_generator,
+        gathered_bytes=whole_bytes if gathers else 0,
+        peak_bytes=peak_bytes + sum(logits),
+    )
+
+
+def _missing_memory(ledger: Ledger, needed: int) -> str | None:
+    """Why whole weights, keys and values do not fit beside what the GPU holds, as the run will find."""
+    limit = ledger.allocator.limit_bytes
+    if limit is None or SPARE * needed <= limit - ledger.live_bytes:
+        return None
+    free = in_bytes(limit - ledger.live_bytes)
+    return f"because whole weights, keys and values take {in_bytes(needed)}, and {free} are free"
 
 
 def reason_for_transformers(request: Request) -> str | None:

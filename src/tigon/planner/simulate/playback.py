@@ -31,34 +31,75 @@ class GradientRules:
     """Temporaries of an update that uses up one gradient."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """The gathered weights that the GPU holds in each stage of a micro-batch, as `GatheredSizes` describes them."""
+
+    forward: int = 0
+    loss: int = 0
+    loss_backward: int = 0
+    backward: int = 0
+    first_layer: int = 0
+    last: int = 0
+    entering: int = 0
+
+
+class _Stages:
+    """Holds the gathered weights of the stage that a segment belongs to."""
+
+    def __init__(self, ledger: Ledger, tape: Tape, sizes: StageBytes) -> None:
+        self._ledger, self._sizes = ledger, sizes
+        losses = [number for number, segment in enumerate(tape.segments) if segment.where.phase == "loss"]
+        self._differentiated = losses[-1] if losses else -1
+        """The last segment of the loss begins with its backward pass."""
+        self._passed_layers = False
+        self.stage = "forward"
+        self._weights = ledger.alloc(sizes.forward, "weights")
+
+    def enter(self, number: int, where: Where) -> None:
+        stage = self._stage_of(number, where)
+        if stage != self.stage:
+            self.free()
+            self.stage, self._weights = stage, self._ledger.alloc(getattr(self._sizes, stage), "weights")
+        if (stage == "forward" and where.layer is not None) or stage == "loss":
+            self._ledger.alloc_briefly(self._sizes.entering, component="weights")
+
+    def _stage_of(self, number: int, where: Where) -> str:
+        if self.stage in ("forward", "loss", "loss_backward") and where.phase != "backward":
+            if where.phase == "end":
+                return self.stage
+            return "loss_backward" if number == self._differentiated else where.phase
+        if self.stage == "last" or (self._passed_layers and where.layer is None):
+            return "last"
+        self._passed_layers = self._passed_layers or where.layer is not None
+        return "first_layer" if where.layer == 0 else "backward"
+
+    def free(self) -> None:
+        self._ledger.free(self._weights)
+        self._weights = None
+
+
 def replay(
     ledger: Ledger,
     tape: Tape,
     rules: GradientRules,
     *,
     gathered: GatheredWeights | None = None,
-    gathered_bytes: tuple[int, int, int] = (0, 0, 0),
+    gathered_bytes: StageBytes = StageBytes(),
 ) -> list[Allocation | None]:
     """Simulates one micro-batch and returns the gradients that it leaves.
 
-    gathered: weights that are gathered and freed layer by layer. gathered_bytes: those that the GPU holds in the
-    forward pass and the loss, in the layers' backward pass, and after it.
+    gathered: weights that are gathered and freed layer by layer. gathered_bytes: those that the GPU holds in each
+    stage.
     """
     left: list[Allocation | None] = []
     live: dict[int, Allocation | None] = {}
-    passed_layers = False
-    stage = 0
-    weights = ledger.alloc(gathered_bytes[stage], "weights")
-    for segment in tape.segments:
-        phase = segment.where.phase
-        ledger.enter(_PHASES[phase])
+    stages = _Stages(ledger, tape, gathered_bytes)
+    for number, segment in enumerate(tape.segments):
+        ledger.enter(_PHASES[segment.where.phase])
         if gathered is not None:
             gathered.enter(segment.where)
-        passed_layers = passed_layers or (stage == 1 and segment.where.layer is not None)
-        if (stage == 0 and phase == "backward") or (stage == 1 and passed_layers and segment.where.layer is None):
-            stage += 1
-            ledger.free(weights)
-            weights = ledger.alloc(gathered_bytes[stage], "weights")
+        stages.enter(number, segment.where)
         gradients = _play_segment(ledger, tape, segment, live)
         waits = rules.tied and segment.where.phase == "loss"
         for block in gradients:
@@ -66,13 +107,12 @@ def replay(
                 left.append(live.pop(block))
             elif not waits:
                 ledger.alloc_briefly(rules.update_bytes)
-                if stage == 2:  # the last reduction waits for the one before, and its weights are no longer needed
-                    ledger.free(weights)
-                    weights = None
+                if stages.stage == "last":
+                    stages.free()  # the last reduction waits for the one before, and its weights are no longer needed
                 _reduce_and_free(ledger, live.pop(block), rules.reduced)
     for block, allocation in live.items():
         _reduce_and_free(ledger, allocation, rules.reduced if tape.components[block] == "gradients" else None)
-    ledger.free(weights)
+    stages.free()
     return left
 
 

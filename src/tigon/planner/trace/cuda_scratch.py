@@ -121,7 +121,22 @@ def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
         "tigon::norm_bwd": norm_bwd,
         "tigon::norm_bwd_amax": norm_bwd,
         "aten::embedding_dense_backward": _embedding_backward,
+        "tigon::gated_delta_rule_fwd": lambda args: _delta_rule_states(args[1], args[2]),
+        "tigon::gated_delta_rule_bwd": _delta_rule_bwd,
     }
+
+
+def _delta_rule_states(k: Tensor, v: Tensor) -> int:
+    """kernels/gated_delta_rule.py: the state before each chunk, and u. Documents that end inside a chunk add some."""
+    (B, T, _, K), (G, V) = k.shape, v.shape[2:]
+    return int(B * -(-T // 64) * G * K * V * k.itemsize + v.numel() * v.itemsize)
+
+
+def _delta_rule_bwd(args: tuple[Any, ...]) -> int:
+    """Both again, their gradients, and the gradients of q and k for each head of v."""
+    k, v = args[3], args[4]
+    (B, T, H, K), G = k.shape, v.shape[2]
+    return 2 * _delta_rule_states(k, v) + (2 * B * T * G * K * k.itemsize if G > H else 0)
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> int:

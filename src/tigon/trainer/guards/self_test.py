@@ -23,6 +23,7 @@ FLAGS: Mapping[str, str] = {
     **{name: name for name in ("rms_norm", "layer_norm", "rope", "cross_entropy", "linear_cross_entropy")},
     "gated_rms_norm": "rms_norm",
     "causal_conv1d": CONVOLUTION_FLAG,
+    "gated_delta_rule": CONVOLUTION_FLAG,
     "swiglu": "mlp",
     "geglu": "mlp",
     "attention_with_sinks": SINKS_FLAG,

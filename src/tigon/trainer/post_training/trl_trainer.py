@@ -65,11 +65,12 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")  # TRL's own use
     package = importlib.import_module(spec.package)
-    kind = type("Guarded" + spec.trainer, (GuardedTrainer, getattr(package, spec.trainer)), {})
     # TRL's own defaults are bf16 and activation checkpointing; here both are techniques of the recipe.
     values = {"bf16": False, "gradient_checkpointing": False}
     values |= {**arguments(setup, run, evaluate=data.eval is not None), **spec.options}
     others = _other_models(spec, setup, run)
+    bases = (GuardedTrainer, getattr(package, spec.trainer))
+    kind = type("Guarded" + spec.trainer, bases, {"reference": others.get("ref_model")})
     completions = CompletionLog(spec.rewards, recipe.post_training.log_completions)
     if spec.scores:
         others |= _scorers(spec, completions)
@@ -129,7 +130,7 @@ def _generator(trainer: GuardedTrainer, setup: Setup) -> GraphGeneration | str:
     if obstacle := generator_obstacle(setup.settings, chosen):
         return "completions  transformers' generate, because of {}; {} uses tigon's generator".format(*obstacle)
     try:
-        return decode_in_graphs(trainer)
+        return decode_in_graphs(trainer, required=chosen == "tigon")
     except UsageError as error:
         if chosen == "tigon":
             raise RecipeError(f"post_training.generator: {error} Set generator: transformers.") from None
