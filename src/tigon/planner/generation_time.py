@@ -89,9 +89,9 @@ class _Decoding:
         # Old and new cache, and what attention repeats for the queries that share keys, written and read.
         moved = cache * (2 + 2 * queries_per_key(self.request.config)) + self._logits_bytes(samples)
         token_s = max(self._weight_bytes() / self.read_bytes_s, self._products_s(samples)) + moved / self.read_bytes_s
-        if self.request.settings.sharding.fsdp:  # each pass gathers each layer
-            sharding = self.request.settings.sharding
-            token_s += self.itemsize * self.model.numel * (1 - 1 / sharding.gpus) / self.gpu.peer_bytes_s
+        if self.completions.gathers_each_pass:
+            gpus = self.request.settings.sharding.gpus
+            token_s += self.itemsize * self.model.numel * (1 - 1 / gpus) / self.gpu.peer_bytes_s
         return prompts_s + (generation.new_tokens - 1) * max(self.call_s, token_s)
 
     def _weight_bytes(self) -> float:

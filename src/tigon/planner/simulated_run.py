@@ -98,7 +98,7 @@ class SimulatedRun:
                 ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
             if self.graphs is not None:
                 self._capture(ledger, self.graphs)
-        completions = generate(ledger, self.request, self.model)
+        completions = generate(ledger, self.request, self.model, self.engine.whole_weights)
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
         if first:

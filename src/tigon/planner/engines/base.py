@@ -17,6 +17,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
+from tigon.planner.simulate.generation import ALL_HELD
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork, Weight
 from tigon.techniques.keys.settings import Settings
@@ -172,6 +173,9 @@ class Engine(ABC):
 
     joins_a_group = True
     """Whether a run on one GPU joins a process group too."""
+
+    whole_weights = ALL_HELD
+    """Whether the GPUs gather the whole weights for completions."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -26,6 +26,7 @@ from tigon.planner.engines.base import (
 from tigon.planner.engines.model_parallel import summed_bytes
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
+from tigon.planner.simulate.generation import WholeWeights
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights, Weight, managed_bytes, state_tensor_bytes
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
@@ -47,6 +48,8 @@ FSDP2 alone (benchmarks/results/nvidia-h100/several-gpus/several-cards.json)."""
 
 class Fsdp(Engine):
     """FSDP2, with or without offload to the host."""
+
+    whole_weights = WholeWeights(for_generator=True, each_pass=True)
 
     def traced_settings(self) -> Settings:
         return computed_in_16_bits(self.settings)

@@ -29,6 +29,7 @@ from tigon.planner.engines.base import (
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
+from tigon.planner.simulate.generation import WholeWeights
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, UpdateWork
 from tigon.planner.simulate.optimizer_cost import Parameter, cost_of
@@ -250,6 +251,7 @@ class Zero2(_Zero):
 class Zero3(_Zero):
     """Divides weights too, and gathers them layer by layer."""
 
+    whole_weights = WholeWeights(for_generator=True, for_transformers=True)
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
     host_calls_of_pass = (host_calls - _Zero.host_calls) // 3
     """Host time per weight in one pass of a model whose hooks gather each weight: forward, recomputed, backward."""

@@ -20,6 +20,23 @@ HALF = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeWeights:
+    """Whether the GPUs gather the whole weights once for all completions of a step.
+
+    That is so under ZeRO-3, where TRL gathers them, and under FSDP2 if tigon's generator writes.
+    """
+
+    for_generator: bool = False
+    for_transformers: bool = False
+    each_pass: bool = False
+    """Each pass of transformers' `generate` gathers each layer instead."""
+
+
+ALL_HELD = WholeWeights()
+"""The GPU holds the whole weights anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completions:
     """How a GPU writes the completions of one optimizer step."""
 
@@ -32,17 +49,24 @@ class Completions:
     by_generator: bool
     gathered_bytes: int
     """The whole weights, if the GPU holds a part of them otherwise."""
+    gathers_each_pass: bool
+    """Each pass over a token gathers each layer."""
     peak_bytes: int
     """The memory that the GPU holds at the last token."""
 
 
-def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completions | None:
+def generate(
+    ledger: Ledger, request: Request, model: ModelWeights, whole: WholeWeights = ALL_HELD
+) -> Completions | None:
     """Simulate the moment at which completions are longest: the last token of all samples of the optimizer step.
 
     The forward pass of the prompts is not simulated, because a micro-batch's passes over prompts with completions need
     more. tigon's generator holds a group's prompt once, and at most `MOST_ROWS` completions at a time. Under autocast
-    the pass holds 16-bit copies of the trained matrices. ZeRO-3, and FSDP2 with tigon's generator, hold the whole
-    weights in the dtype of the products.
+    the pass holds 16-bit copies of the trained matrices. Gathered weights have the dtype of the products.
+
+    Args:
+        request: With the settings that the GPU computes with.
+        whole: Of the engine.
 
     Returns:
         How the completions are written; None if the objective writes none.
@@ -50,7 +74,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completio
     generation = request.objective.generation(request.seq)
     if generation is None:
         return None
-    settings, number = request.settings, number_format(request.settings)
+    number = number_format(request.settings)
     itemsize = number.compute_dtype.itemsize
     samples, reason = request.samples_per_step, reason_for_transformers(request)
     prompts = -(-samples // generation.per_prompt)
@@ -58,13 +82,12 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completio
     vocab_size, whole_bytes = model.lm_head_shape[0], itemsize * model.numel
     by_generator = generation.generator != "transformers" and reason is None
     own = cache_bytes(request.config, room, generation.new_tokens, itemsize)
-    if by_generator and settings.sharding.fsdp and generation.generator == "auto":
+    if by_generator and whole.for_generator and not whole.for_transformers and generation.generator == "auto":
         needed = whole_bytes + sum(own) + sum(logits_bytes(room.rows, vocab_size, itemsize))
         reason = _missing_memory(ledger, needed)
         by_generator = reason is None
-    gathers = settings.sharding.zero == 3 or (by_generator and settings.sharding.fsdp)
-    # DeepSpeed and FSDP2 cast the weights themselves, and the generator calls the model without Accelerate's autocast.
-    under_autocast = number.autocast is not None and not (gathers or settings.sharding.zero)
+    gathers = whole.for_generator if by_generator else whole.for_transformers
+    under_autocast = number.autocast is not None
     copies = [HALF * weight.numel for weight in model.trained if len(weight.shape) == 2] if under_autocast else []
     ledger.enter("forward")
     held = [ledger.alloc(whole_bytes, "weights")] if gathers else []
@@ -94,6 +117,7 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> Completio
         why_transformers=reason,
         by_generator=by_generator,
         gathered_bytes=whole_bytes if gathers else 0,
+        gathers_each_pass=whole.each_pass and not by_generator,
         peak_bytes=peak_bytes + sum(logits),
     )
 
