@@ -187,8 +187,12 @@ def _plan(bench: Bench) -> None:
     path: Path | None = bench.given.predictions
     if path is None:
         bench.refuse("--plan writes the file that --predictions names")
-    kept = path.exists() and bench.given.rows  # plans of other rows stay
-    plans: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["rows"] if kept else {}
+    plans: dict[str, Any] = {}
+    if path.exists() and bench.given.rows:  # plans of other rows stay
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if earlier["card"] != CARDS[bench.given.card][0]:
+            bench.refuse(f"--rows: {path} has plans for {earlier['card']}; name another file, or plan all rows")
+        plans = earlier["rows"]
     with tempfile.TemporaryDirectory() as scratch:
         for stage in table.chosen(bench.given.rows):
             for row in (one for one in stage if one.is_planned):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         answer = run(row_of(given.one), given.tiny)
         given.json.write_text(json.dumps(answer), encoding="utf-8")
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `answers` ends its rows, which may be stopped
         drive(given)
 
 

@@ -64,6 +64,8 @@ def unsloth_model(tiny: bool, seq: int) -> Any:
     folder, end_s = folder_of(tiny), time.monotonic() + WAIT_S
     while not (folder / "complete").exists() and time.monotonic() < end_s:
         time.sleep(0.5)
+    if not (folder / "complete").exists():
+        raise SystemExit("no checkpoint: run `python -m benchmarks.duel.grpo --checkpoint` first")
     model, _ = fast.from_pretrained(
         str(folder), max_seq_length=seq, load_in_4bit=False, load_in_16bit=True, dtype=torch.bfloat16,
         fast_inference=False, use_exact_model_name=True,

@@ -21,8 +21,8 @@ from tigon.bench import record
 PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "trl", "unsloth", "unsloth_zoo")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OUTSIDE_GIB = 0.98
-"""The most that a process with tensors on the host held outside PyTorch's allocator, of 12 measured; not read from the
-GPU, because rows that prepare beside this one hold memory too."""
+"""The most that a process with tensors on the host held outside PyTorch's allocator, of 12 on H100s and H200s
+(docs/log/2026-11.md, "Memory outside the allocator"). It is not read from the GPU: other rows hold memory there too."""
 Line = dict[str, Any]
 
 

@@ -22,8 +22,11 @@ def wait() -> None:
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
+    driver = os.getppid()
     (Path(folder) / READY).touch()
     while not (Path(folder) / GO).exists():
+        if os.getppid() != driver:
+            raise SystemExit("the driver has ended")
         time.sleep(_POLL_S)
 
 

@@ -77,7 +77,7 @@ def times() -> str:
             peak = row["peak_bytes"] / GIB
             lines.append(
                 (
-                    row["name"] + (" (1)" if "beside" in row else ""),
+                    row["name"] + _mark(row),
                     _cards(row, card),
                     f"{row['ms']:,.0f}",
                     _beside(plan.get("ms"), row["ms"], 1),
@@ -104,13 +104,25 @@ def scaling() -> str:
     """The speed of one engine on one, two and four GPUs of one kind, of the same work per GPU."""
     lines = []
     for card in RECORDS:
-        speeds = {row["name"]: row["tokens_per_s"] for row in rows(card) if "tokens_per_s" in row}
+        measured = {row["name"]: row for row in rows(card) if "tokens_per_s" in row}
         for title, *names in SCALED:
-            found = [speeds.get(name) for name in names]
+            found = [measured.get(name) for name in names]
             if found[0] is not None and any(found[1:]):
-                rest = ("" if speed is None else f"{speed:,.0f} ({speed / found[0]:.2f} x)" for speed in found[1:])
-                lines.append((f"{title}, {card.upper()}", f"{found[0]:,.0f}", *rest))
+                one = found[0]["tokens_per_s"]
+                rest = (
+                    "" if row is None else f"{_speed(row)} ({row['tokens_per_s'] / one:.2f} x)" for row in found[1:]
+                )
+                lines.append((f"{title}, {card.upper()}", _speed(found[0]), *rest))
     return markdown_table(("tokens/s", "1 GPU", "2 GPUs", "4 GPUs"), lines)
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    return f"{row['tokens_per_s']:,.0f}{_mark(row)}"
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    """Of a row beside which other processes imported packages."""
+    return " (1)" if "beside" in row else ""
 
 
 def _cards(row: Mapping[str, Any], card: str) -> str:

@@ -70,8 +70,8 @@ class Lane:
         if (missing := row.cards - self.workers.n_ready) > 0:  # imports beside a row would slow its host
             self.workers.prepare(missing + ahead)
         with self.workers.carry_out(order, log, processes=row.cards) as group:
-            left_s = limit_s - (time.monotonic() - began_s)
-            code = group.wait(max(min(LEAST_S, most_s), left_s))
+            used_s = time.monotonic() - began_s
+            code = group.wait(max(0.0, min(most_s - used_s, max(LEAST_S, limit_s - used_s))))
         outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(room.glob("result.*"))]
         ended = None
         if len(outputs) < row.cards:

@@ -302,6 +302,7 @@ PEAK_LIMITS = {
     ("h200", "8B, LoRA, ZeRO-2"): 0.035,
     ("h200", "8B, 8 layers, LoRA, ZeRO-3"): 0.08,
     ("h200", "1B, DPO, ZeRO-3"): 0.045,
+    ("h200", "1B, GRPO, FSDP2"): 0.006,  # 55 MiB more than the plan while the generator borrows the whole weights
 }
 HOST_BOUND = ("8B, 8 layers, LoRA", "8B, LoRA, DDP", "8B, LoRA, FSDP2", "8B, LoRA, ZeRO", "30B-A3B, 4 layers, LoRA",
               "1B, DPO", "1B, GRPO", "8B, 16 layers, ZeRO++", "8B, 16 layers, Muon", "8B, ZeRO-3")  # fmt: skip
@@ -319,6 +320,8 @@ def test_estimate_matches_measured_steps_on_several_cards(place: tuple[str, str]
     assert planned["peak_allocated_bytes"] == pytest.approx(row["peak_bytes"], rel=limit)
     if card == "h100" or not name.startswith(HOST_BOUND):
         assert planned["step_s"] * 1000 == pytest.approx(row["ms"], rel=0.1)
+    else:
+        assert planned["step_s"] * 1000 < 1.1 * row["ms"]
 
 
 @pytest.mark.parametrize(

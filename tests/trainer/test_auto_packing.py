@@ -54,10 +54,7 @@ def test_few_rows_are_not_packed_and_the_line_says_why():
 def test_rows_that_packed_are_fewer_than_a_step_are_not_packed():
     packing, n_samples, (line,) = choice(encoded(20), {"steps": 60})
     assert (packing, n_samples) == (False, 20)
-    assert (
-        line
-        == "packing  off: packed, 20 rows are 2 samples, fewer than the 4 of a step (data.packing: true packs them)"
-    )
+    assert line == "packing  off: packed, 20 rows are 2 samples, fewer than the 4 of a step"
     assert choice(encoded(3), {"steps": 60}) == (True, 1, ())  # the run is refused either way
 
 

@@ -172,7 +172,8 @@ def rule_objection(width: int, arch: tuple[int, int] | None = None) -> str | Non
 
 def rule_left(model: nn.Module) -> str | None:
     """One sentence if tigon's op cannot run the gated delta rule of a patched model: why, and what runs."""
-    layers = [module for module in model.modules() if DELTA_RULE in _kinds_of(module)[type(module)]]
+    kinds_of = _kinds_of(model)
+    layers = [module for module in model.modules() if DELTA_RULE in kinds_of[type(module)]]
     if not layers or (reason := rule_objection(getattr(layers[0], "head_k_dim", 0))) is None:
         return None
     return f"gated_delta_rule: {reason}; {runs_in(DELTA_RULE, type(layers[0]))} runs these layers"

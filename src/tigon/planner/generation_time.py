@@ -28,7 +28,8 @@ benchmarks/results/nvidia-h200/post-training/generation.json; assumed for other 
 CALL_S = 15e-6
 """CPU time of an operator in a forward pass without gradients, with the Python code of transformers and PEFT around it.
 Two steps of a 4B took 9.5 and 16 us per operator (benchmarks/results/nvidia-h200/post-training/grpo-step.json). GRPO of
-a 1B on two H200s took 15 us under FSDP2 and 16 under ZeRO-3 (grpo-two-gpus.json). Assumed for other hosts."""
+a 1B on two H200s took 15 us under FSDP2 and 16 under ZeRO-3, beside imports of other processes (grpo-two-gpus.json).
+Assumed for other hosts."""
 PROBE_TOKENS = 64
 """Tokens of the pass whose operators are counted. Their number hardly depends on the tokens."""
 KERNELS_OF_CACHE, KERNELS_OF_SAMPLING = 3, 30

@@ -249,6 +249,8 @@ def _generation(prompt: Tensor, forced: Tensor | None) -> Run:
 def _checkpointed(training: Run) -> Run:
     def run(model: nn.Module) -> Tensors:
         switch: Any = model
+        if next(model.parameters()).dtype == torch.float64:  # the exact gradients; a recomputation does not see `_Wide`
+            return training(model)
         # transformers 5.23 has a new name for it
         old_name = not hasattr(model, "activation_checkpointing_enable")
         enable = switch.gradient_checkpointing_enable if old_name else switch.activation_checkpointing_enable

@@ -267,6 +267,9 @@ class Zero3(_Zero):
         self._by_trl = "train.objective" in request.objective.recipe_keys()
         return super().placement(request, model)
 
+    _by_trl = False
+    """Whether TRL's trainer trains, which leaves each module its hooks. `placement` reads it from the request."""
+
     def _gathers_layers(self, model: ModelWeights) -> bool:
         of_model = not any(weight.of_objective for weight in model.weights) and len(model.trained) == len(model.weights)
         shapes = {weight.name: weight.shape for weight in model.weights}

@@ -62,11 +62,10 @@ def chosen(
     padded = objective.rows(apart.data).pack(encoded)
     if len(padded.samples) == len(packed.samples) or not (few_steps or len(padded.samples) >= per_step):
         return packs, packed, ()
-    but = f" and the run has {n_steps:,} steps" if few_steps else f", fewer than the {per_step:,} of a step"
-    line = (
-        f"packing  off: packed, {len(padded.samples):,} rows are {len(packed.samples):,} samples"
-        f"{but} (data.packing: true packs them)"
-    )
+    but = f", fewer than the {per_step:,} of a step"
+    if not too_few:
+        but = f" and the run has {n_steps:,} steps (data.packing: true packs them)"
+    line = f"packing  off: packed, {len(padded.samples):,} rows are {len(packed.samples):,} samples{but}"
     return apart, padded, (line,)
 
 
