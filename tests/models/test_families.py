@@ -89,7 +89,7 @@ def test_row_replaces_what_its_flags_claim_and_refuses_other_flags(name):
     flags = {"swiglu": "mlp", "geglu": "mlp", "gated_rms_norm": "rms_norm"}
     of_no_row = ("experts", "topk_softmax", "topk_sigmoid", "causal_conv1d", "gated_delta_rule")
     got = {flags.get(op, op) for op in counts if op not in of_no_row}
-    # The experts' op is the whole MLP. It, the router's, the parts of hybrid layers and attention with sinks belong to no row.
+    # The experts' op is the whole MLP. It, the router's, those of hybrid layers and attention with sinks are in no row.
     assert got | ({"mlp"} & row.flags if "experts" in counts else set()) == row.flags
     for flag in {"rms_norm", "layer_norm", "rope", "mlp"} - row.flags:
         model = family(name)

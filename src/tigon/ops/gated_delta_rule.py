@@ -410,7 +410,7 @@ def gated_delta_rule(
     """The gated delta rule of each head, in chunks.
 
     On RTX 20, T4 and AMD's GPUs it runs in PyTorch, because its kernels spill registers there. In 16 bits keys are
-    filled up to 128 numbers, and values to a multiple of 128, because dk and dg were wrong with other widths on an H200.
+    filled up to 128 numbers, and values to a multiple of 128, because other widths gave a wrong dk and dg on an H200.
 
     Args:
         q, k: (B, T, H, K), fp16, bf16, fp32 or fp64; never written to. Models normalise both per head beforehand.
