@@ -21,7 +21,7 @@ IMAGES = page_pictures.ROOT / "docs" / "img"
 WORDS = {
     "plan": ("tigon plan llama-3.1-8b", "Recipes that fit", "Train with the first:", "QLoRA"),
     "train": ("tigon train", "60/60", "runs/first/report.html"),
-    "doctor": ("tigon doctor", "nothing is wrong", *OPS),
+    "doctor": ("tigon doctor", "0 problems", *OPS),
 }
 each_terminal = pytest.mark.parametrize("name", WORDS)
 
