@@ -26,8 +26,9 @@ from tigon.integrations.trl.forward import TRL_FUNCTION
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import is_dtensor, seams_of
 from tigon.models.seams.rebind import owner_of
-from tigon.models.spec import LOSS_FLAGS
+from tigon.models.spec import ADAPTER_FLAGS, LAYER_FLAGS, OPTIONAL_FLAGS
 
+FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS)
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
 """The names under which wrappers hold a module: activation checkpointing of Accelerate's FSDP2, and torch.compile."""
 
@@ -83,9 +84,11 @@ class BorrowingTwin:
             self._set(by_unwrapped_name(self.divided.named_buffers(remove_duplicate=False)))
             yield self.twin
         finally:
-            self._set(self._without_memory)
-            for unit in units:
-                unit.reshard()
+            try:
+                self._set(self._without_memory)
+            finally:
+                for unit in units:
+                    unit.reshard()
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -117,9 +120,9 @@ def by_unwrapped_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _ops_of(model: nn.Module) -> dict[str, list[Any]]:
-    """The seams of each module by its name, without those of the loss, which completions do not compute."""
+    """The seams of each module by its name, without those of head and loss, which completions do not compute."""
     return {
-        unwrapped(name): [seam for seam in seams_of(module) if seam.flag not in LOSS_FLAGS]
+        unwrapped(name): [seam for seam in seams_of(module) if seam.reported and seam.flag in FLAGS]
         for name, module in model.named_modules()
     }
 
