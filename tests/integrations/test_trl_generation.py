@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from trl_cases import lora, of
 from torch import nn
+from trl_cases import lora, of
 from trl_runs import build, four_bits, model, trl_version
 
 from tigon.errors import UsageError
