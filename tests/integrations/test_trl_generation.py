@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from torch import nn
 from trl_cases import lora, of
-from trl_runs import build, model, trl_version
+from trl_runs import build, four_bits, model, trl_version
 
 from tigon.errors import UsageError
 from tigon.integrations.trl import UnfusedWarning, decode_in_graphs, fuse
-from tigon.integrations.trl.generation import DIFFERENCE
+from tigon.integrations.trl.generation import DIFFERENCE, GraphGeneration
+from tigon.integrations.trl.whole_weights import BorrowingTwin, by_unwrapped_name
+from tigon.models.decoding.rows import Limits
 
 pytestmark = pytest.mark.skipif(trl_version() < (1, 16), reason="tigon.integrations.trl.generation is for TRL 1.16")
 
@@ -148,3 +153,126 @@ def test_other_inputs_are_left_to_transformers_with_a_warning(recwarn: pytest.Wa
         trainer.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, num_beams=2
         )
+
+
+# --- engines that divide weights; test_trl_sharded_generation.py trains with them ------------------------------------
+
+
+def trainer_with(policy: Any, *, zero: Any = None, fsdp: bool = False, on_host: bool = False, tensor: int = 1) -> Any:
+    """What `decode_in_graphs` reads of a trainer before the training begins."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    class Mesh(dict[str, Any]):
+        mesh_dim_names = ("dp_shard", "tp")
+
+    state = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero or {}}),
+        fsdp_plugin=SimpleNamespace(cpu_offload=CPUOffloadPolicy() if on_host else OffloadPolicy()),
+    )
+    mesh = None if tensor == 1 else Mesh(tp=SimpleNamespace(size=lambda: tensor))
+    return SimpleNamespace(
+        model=policy,
+        generation_config=policy.generation_config,
+        accelerator=SimpleNamespace(state=state, torch_device_mesh=mesh, is_fsdp2=fsdp),
+        is_fsdp_enabled=fsdp,
+        is_deepspeed_enabled=zero is not None,
+        args=SimpleNamespace(),
+    )
+
+
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"fsdp": True, "on_host": True}, "states in host memory"),
+        ({"zero": {"stage": 2, **ON_HOST}}, "states in host memory"),
+        ({"zero": {"stage": 3, "offload_param": {"device": "nvme"}}}, "states in host memory"),
+        ({"fsdp": True, "tensor": 2}, "tensor parallelism"),
+    ],
+    ids=str,
+)
+def test_engines_that_recipes_refuse_are_refused_in_the_same_words(engine: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"it does not go with {reason}"):
+        decode_in_graphs(trainer_with(model(), **engine))
+    harmless = {"zero": {"stage": 2, "offload_optimizer": {"device": "none"}}}
+    assert isinstance(decode_in_graphs(trainer_with(model(), **harmless)), GraphGeneration)
+    assert isinstance(decode_in_graphs(trainer_with(model(), fsdp=True)), GraphGeneration)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [({"fsdp": True}, "4-bit weights under FSDP2"), ({"zero": {"stage": 3}}, "4-bit weights under ZeRO-3")],
+    ids=str,
+)
+def test_quantized_weights_are_refused_under_engines_that_divide_weights(engine: Any, reason: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    policy = four_bits(torch.float32)
+    with pytest.raises(UsageError, match=f"it does not go with {reason}"):
+        decode_in_graphs(trainer_with(policy, **engine))
+    assert isinstance(decode_in_graphs(trainer_with(policy, zero={"stage": 2})), GraphGeneration)
+
+
+class Witness:
+    """Stands for a trainer: it must not be copied."""
+
+    def __init__(self) -> None:
+        self.seen: list[nn.Module] = []
+
+    def __deepcopy__(self, memo: object) -> Witness:
+        raise AssertionError("the object that a hook is bound to was copied")
+
+    def note(self, module: nn.Module, *_: object) -> None:
+        self.seen.append(module)
+
+
+def test_hooks_run_in_the_copy_of_the_modules_and_keep_what_they_are_bound_to() -> None:
+    policy, witness = model(), Witness()
+    policy.model.norm.register_forward_hook(witness.note)
+    policy.lm_head.register_forward_pre_hook(partial(Witness.note, witness))
+    twin = BorrowingTwin(policy)
+    with twin.borrowed() as whole:
+        whole(input_ids=torch.tensor([[5, 6]]))
+    assert witness.seen == [whole.model.norm, whole.lm_head]
+    assert all(weight.is_meta for weight in whole.parameters())
+
+
+def test_names_of_wrapped_modules_are_those_of_the_copy() -> None:
+    """Wrappers may come before the copy and after it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    policy = model()
+    plain = by_unwrapped_name(policy.named_parameters()).keys()
+    policy.model.layers[0] = torch.compile(policy.model.layers[0])
+    twin = BorrowingTwin(policy)
+    policy.model.layers[1] = torch.compile(checkpoint_wrapper(policy.model.layers[1]))
+    policy.model.layers[1].register_buffer("later", torch.ones(1))
+    assert by_unwrapped_name(policy.named_parameters()).keys() == plain
+    with twin.borrowed() as whole:
+        assert not any(weight.is_meta for weight in whole.parameters())
+        assert (
+            whole.model.layers[1].mlp.up_proj.weight
+            is dict(policy.named_parameters())["model.layers.1._orig_mod._checkpoint_wrapped_module.mlp.up_proj.weight"]
+        )
+
+
+def test_memory_for_whole_weights_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = decode_in_graphs(trainer_with(model(), fsdp=True))
+    twin = generation._twin
+    assert twin is not None
+    generation.trainer.args.device = torch.device("cuda")
+    prompts, limits = [[5, 6, 7]] * 2, Limits(new_tokens=4)
+    config = generation.model.config
+    tokens = 3 + 2 * 4  # the prompt of the group once, and two completions
+    cache = 4 * tokens * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    logits = 4 * 2 * config.vocab_size * 4  # the model's, and three copies in fp32
+    needed = 4 * sum(weight.numel() for weight in generation.model.parameters()) + cache + logits
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 400)
+    found = []
+    for spare in (1, 0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, spare=spare: (int(1.1 * needed) - 600 + spare, 0))
+        found.append(generation._missing_memory(twin, prompts, limits))
+    assert found[0] is None and found[1] is not None
+    assert found[1].startswith("whole weights, keys and values take")

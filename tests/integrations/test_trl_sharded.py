@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_generation_run import written
 from fsdp2_run import both_runs, layers_of_both
-from trl_cases import FSDP2, FUSED, SHARDED_TEACHER, ZERO3, lora
+from trl_cases import FSDP2, FUSED, SHARDED_TEACHER, ZERO3
 from trl_runs import Result, build, compare, model, of_time
 
 import tigon
@@ -169,41 +168,3 @@ def test_reference_that_fsdp2_sharded_gets_the_layers_of_the_policy(tmp_path: Pa
     for rank in range(2):
         policys, references = torch.load(tmp_path / f"{rank}")
         assert policys == references and ("model.norm", "rms_norm") in policys
-
-
-@forks
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("adapters", [None, lora()], ids=["full", "LoRA"])
-def test_generator_under_fsdp2_writes_what_ddp_writes_and_leaves_the_weights_divided(
-    adapters: Any, tmp_path: Path
-) -> None:
-    """The same completions and log-probabilities in two gloo processes; the twin holds no weights afterwards."""
-    build("GRPO")  # imports and models, before the processes are copied
-    for sharded in (False, True):
-        said = tmp_path / "stderr"
-        ended = in_forks(
-            lambda rank, sharded=sharded: written(rank, tmp_path, sharded=sharded, lora=adapters), 2, said=said
-        )
-        assert ended == [0, 0], said.read_text()[-3000:]
-    for rank in range(2):
-        whole, divided = (torch.load(tmp_path / f"{sharded}-{rank}.pt") for sharded in (False, True))
-        assert len(whole["completions"]) == len(divided["completions"]) == 2
-        assert all(map(torch.equal, whole["completions"], divided["completions"]))
-        assert divided["logs"] == [pytest.approx(log, rel=1e-5, abs=1e-6, nan_ok=True) for log in whole["logs"]]
-        assert all(log.get("sampling/sampling_logp_difference/max", 0) < 1e-5 for log in divided["logs"])
-        assert "gathered once for all completions" in divided["said"]
-        assert all(divided["divided"]) and not any(divided["left"])
-
-
-@forks
-@pytest.mark.filterwarnings("ignore")
-def test_generator_under_fsdp2_is_left_by_all_processes_if_one_lacks_memory(tmp_path: Path) -> None:
-    build("GRPO")  # imports and models, before the processes are copied
-    said = tmp_path / "stderr"
-    refused = "whole weights do not fit"
-    ended = in_forks(lambda rank: written(rank, tmp_path, sharded=True, lora=None, refuse=refused), 2, said=said)
-    assert ended == [0, 0], said.read_text()[-3000:]
-    for rank in range(2):
-        found = torch.load(tmp_path / f"True-{rank}.pt")
-        assert found["said"] == f"TRL's generate: transformers', because {refused}"
-        assert len(found["completions"]) == len(found["logs"]) - 1 == 2

@@ -437,6 +437,19 @@ def test_fsdp2_gathers_the_whole_weights_for_the_generator_and_leaves_them_where
     assert "tigon's generator. " in required.notes[-1], "the run would end with an error, and the plan exceeds the GPU"
 
 
+@pytest.mark.parametrize(
+    ("option", "writer"),
+    [("use_vllm", "vLLM"), ("use_transformers_continuous_batching", "transformers' continuous batching")],
+)
+def test_plan_names_another_writer_of_completions_and_what_it_counts_instead(option, writer):
+    found = estimated("grpo", keys={"generation": f"{{{option}: true}}"}, precision="bf16")
+    assert found.notes[-1].startswith(
+        f"Completions: {writer} writes them. The plan counts them as transformers' generate would take them: "
+    )
+    filtered = estimated("grpo", keys={"generation": "{top_p: 0.9}"}, precision="bf16")
+    assert "tigon's generator. At full length" in filtered.notes[-1]
+
+
 # --- several processes ------------------------------------------------------------------------------------------------
 
 

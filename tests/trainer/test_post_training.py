@@ -151,6 +151,20 @@ def test_model_and_reference_of_dpo_run_on_tigons_head(shared_prefix, recipe, ti
     assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
+def test_class_of_the_trainer_does_not_hold_the_reference(recipe, tigon, here, monkeypatch):
+    from tigon.trainer.post_training import trl_trainer
+
+    fused, held = trl_trainer._fused, []
+
+    def noted(trainer, shared_prefix):
+        held.append((trainer.ref_model, type(trainer).reference))
+        return fused(trainer, shared_prefix)
+
+    monkeypatch.setattr(trl_trainer, "_fused", noted)
+    assert tigon("train", recipe(**sections("dpo"))).code == 0
+    assert len(held) == 1 and held[0][0] is not None and held[0][1] is None
+
+
 EQUAL_MODELS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dpo": ({}, {"loss": 0.693147, "rewards/margins": 0, "rewards/accuracies": 0, "rewards/chosen": 0}),
     "kto": ({"desirable_weight": 1.0}, {"loss": 0.5, "kl": 0, "rewards/chosen": 0}),

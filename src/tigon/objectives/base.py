@@ -127,6 +127,8 @@ class Generation:
     """Completions of a prompt."""
     generator: str
     """What writes them, as `post_training.generator` says."""
+    other_writer: str = ""
+    """What writes them instead of the model's `generate`, such as vLLM; empty if `generate` does."""
 
 
 @dataclass(frozen=True)

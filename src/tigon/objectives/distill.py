@@ -81,6 +81,7 @@ class Distillation(PostTraining):
             self.planned_keys(),
             completion_tokens=own.completion_length,
             generator=self.generator(),
+            other_writer=self.other_writer(),
             beta=1.0 if own.beta is None else own.beta,
             teacher=None if own.teacher is None else PlannedTeacher.of(own.teacher, load_config(own.teacher)),
         )

@@ -97,6 +97,7 @@ class GRPO(PostTraining):
             generations=self.own.generations,
             completion_tokens=self.own.completion_length,
             generator=self.generator(),
+            other_writer=self.other_writer(),
             has_reference=bool(self.own.beta),
             shared_prefix=self.own.shared_prefix,
         )

@@ -206,7 +206,10 @@ def _completions_notes(written: Completions | None, written_s: float, step_s: fl
     reason = f", {written.why_transformers}" if written.why_transformers else ""
     gathered = f", with {in_bytes(written.gathered_bytes)} of gathered weights" if written.gathered_bytes else ""
     share = f"{in_ms(1e3 * written_s)} of the step's {in_ms(1e3 * step_s)}"
-    return (
-        f"Completions: {writer}{reason}. At full length they take {share}, and the GPU then holds "
-        f"{in_bytes(written.peak_bytes)}{gathered}.",
-    )
+    counted = f"{share}, and the GPU then holds {in_bytes(written.peak_bytes)}{gathered}"
+    if other := written.generation.other_writer:
+        return (
+            f"Completions: {other} writes them. The plan counts them as transformers' generate would take them: "
+            f"{counted}. The step is shorter, and the memory is another.",
+        )
+    return (f"Completions: {writer}{reason}. At full length they take {counted}.",)

@@ -3,6 +3,7 @@
 keys/         the recipe keys of techniques: typed fields with their defaults, help and limits
 technique.py  what a technique declares and answers; condition.py has its conditions and exclusions
 matrix.py     checks of settings: exclusions, and packages that are missing
+generator_obstacles.py  what the generator of completions does not go with
 
 Every other file declares techniques, and so does the file of a folder that has the folder's name. To add a technique,
 write a file with a `DECLARATION`, which is imported automatically, and give each of its keys a typed field in `keys/`.

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from tigon.errors import PatchError, UsageError
+from tigon.errors import PatchError, UsageError, one_line
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.overrides import Override
 from tigon.integrations.trl.whole_weights import BorrowingTwin
@@ -31,6 +33,10 @@ from tigon.models.decoding.generation_config import objection, settings_of
 from tigon.models.decoding.memory import SPARE, cache_bytes, logits_bytes
 from tigon.models.decoding.prompt_queue import PromptQueue
 from tigon.models.decoding.rows import Limits
+from tigon.models.patch import unwrap
+from tigon.models.seams.base import is_dtensor
+from tigon.techniques.generator_obstacles import HOST_STATES, QUANTIZED_FSDP2, QUANTIZED_ZERO3, TENSOR_PARALLEL
+from tigon.techniques.tensor_parallel import group_size
 from tigon.units import in_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +64,8 @@ class GraphGeneration:
         """The largest difference of a log-probability from the trainer's so far, in nats."""
         self.left_to_transformers: str | None = None
         """Why transformers generates since the training has begun; None if the generator does."""
+        self.patched_since: str | None = None
+        """A module that `tigon.patch` changed after `decode_in_graphs`. The copy of the modules lacks the change."""
         self._step, self._has_warned = -1, False
         if reason := _objection(trainer):
             raise PatchError(reason)
@@ -71,10 +79,12 @@ class GraphGeneration:
 
     def __str__(self) -> str:
         if self.left_to_transformers:
-            return f"TRL's generate: transformers', because {self.left_to_transformers}"
+            return f"TRL's generate: transformers generates, because {self.left_to_transformers}"
         line = "TRL's generate: tigon's generator, each prompt once"
         if self._twin is not None:
             line += ", whole weights gathered once for all completions"
+        if self.patched_since:
+            line += f", without the later tigon.patch of {self.patched_since}"
         if self.largest is None:
             return line
         ratio = f"the importance ratio is within {math.expm1(self.largest):.1e} of 1 before an update"
@@ -137,17 +147,29 @@ class GraphGeneration:
         """
         if self.left_to_transformers:
             return
-        if self._twin is not None:
-            self.left_to_transformers = _of_any_process(self._missing_memory(self._twin, prompts, limits))
-        if self._unchecked and not self.left_to_transformers:
+        reason = None
+        if (twin := self._twin) is not None:
+            reason = _of_any_process(_reason(partial(self._missing_memory, twin, prompts, limits)))
+        if self._unchecked and not reason:
             self._unchecked = False
-            with self._whole_model() as model:
-                reason = _refusal(model)
-            self.left_to_transformers = _of_any_process(reason)
-        if self.left_to_transformers and self.required:
-            raise UsageError(f"tigon's generator cannot write the completions: {self.left_to_transformers}.")
-        if self.left_to_transformers:
-            warnings.warn(f"transformers generates, because {self.left_to_transformers}", UnfusedWarning, stacklevel=3)
+            reason = _of_any_process(_reason(self._refusal_of_whole_model))
+        self.left_to_transformers = reason
+        if reason and self.required:
+            raise UsageError(f"tigon's generator cannot write the completions: {reason}.")
+        if reason:
+            warnings.warn(f"transformers generates, because {reason}", UnfusedWarning, stacklevel=3)
+        elif twin is not None and not self.patched_since and (name := twin.patched_since()):
+            self.patched_since = name
+            warnings.warn(
+                f"tigon's generator writes without the tigon.patch of {name}, which came after decode_in_graphs; call "
+                "decode_in_graphs after tigon.patch",
+                UnfusedWarning,
+                stacklevel=3,
+            )
+
+    def _refusal_of_whole_model(self) -> str | None:
+        with self._whole_model() as model:
+            return _refusal(model)
 
     def _missing_memory(self, twin: BorrowingTwin, prompts: Sequence[Sequence[int]], limits: Limits) -> str | None:
         """Why whole weights, keys and values do not fit beside what this process holds; None if they fit."""
@@ -224,13 +246,68 @@ def _objection(trainer: Trainer) -> str | None:
         return "ds3_gather_for_generation is False"
     if getattr(trainer, "_is_vlm", False):
         return "the model reads images too"
+    if obstacle := _obstacle(trainer):
+        return f"it does not go with {obstacle}"
     return objection(config, trainer.model.generation_config)
+
+
+def _obstacle(trainer: Trainer) -> str | None:
+    """What of the trainer's engine and of its model's storage the generator does not go with."""
+    model, state = unwrap(trainer.model), trainer.accelerator.state
+    engine: Mapping[str, Any] = state.deepspeed_plugin.deepspeed_config if trainer.is_deepspeed_enabled else {}
+    zero = engine.get("zero_optimization", {})
+    policy = state.fsdp_plugin.cpu_offload if trainer.is_fsdp_enabled else None
+    if isinstance(policy, CPUOffloadPolicy) or any(_is_on_host(zero, part) for part in ("optimizer", "param")):
+        return HOST_STATES
+    if _is_quantized(model) and trainer.is_fsdp_enabled:
+        return QUANTIZED_FSDP2
+    if _is_quantized(model) and zero.get("stage", 0) == 3:
+        return QUANTIZED_ZERO3
+    mesh = trainer.accelerator.torch_device_mesh
+    meshed = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    meshed = meshed or engine.get("tensor_parallel", {}).get("autotp_size", 0) > 1
+    return TENSOR_PARALLEL if meshed or _divides_matrices(model) else None
+
+
+def _is_on_host(zero: Mapping[str, Any], part: str) -> bool:
+    """Whether DeepSpeed's section `zero_optimization` offloads the optimizer's states, or the parameters."""
+    return ((zero.get(f"offload_{part}") or {}).get("device") or "none") != "none"
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    """Whether transformers or bitsandbytes stores weights of the model in fewer bits than 16."""
+    if getattr(model, "quantization_method", None) or getattr(model, "is_quantized", False):
+        return True
+    return any(type(weight).__name__ == "Params4bit" for weight in model.parameters())
+
+
+def _divides_matrices(model: nn.Module) -> bool:
+    """Whether transformers or tigon has divided the model's matrices before the training begins."""
+    distributed = getattr(model.config, "distributed_config", None)  # since transformers 5
+    of_config = distributed.get("tp_size") if isinstance(distributed, Mapping) else getattr(distributed, "tp_size", 1)
+    sizes = (getattr(model, "tp_size", 1), of_config, group_size(model))
+    if any((size or 1) > 1 for size in sizes):
+        return True
+    by_fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not by_fsdp2 and any(map(is_dtensor, model.parameters()))
 
 
 def _refusal(model: Any) -> str | None:
     from tigon.models.decoding.self_check import refusal  # loads transformers
 
     return refusal(model)
+
+
+def _reason(find: Callable[[], str | None]) -> str | None:
+    """What `find` returns, or the error that it raises. A process that left here would let the others wait for it."""
+    try:
+        return find()
+    except torch.OutOfMemoryError as error:
+        return f"the memory does not suffice ({one_line(error)})"
+    except PatchError as error:
+        return str(error)
+    except AttributeError as error:
+        return f"its modules are not those of the copy ({one_line(error)})"
 
 
 def _of_any_process(reason: str | None) -> str | None:

@@ -128,6 +128,10 @@ class PostTraining(Objective):
         """What writes completions: `post_training.generator`, unless TRL's options leave transformers alone."""
         return self.own.generator if rules.writes_by_generate(self.recipe) else "transformers"
 
+    def other_writer(self) -> str:
+        """What writes completions instead of the model's `generate`; empty if `generate` does."""
+        return rules.other_writer(self.recipe)
+
     def planned_keys(self) -> tuple[tuple[str, Any], ...]:
         """The keys of `post_training` that the recipe sets, with their values."""
         default = PostTrainingConfig()

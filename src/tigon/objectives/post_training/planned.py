@@ -99,6 +99,7 @@ class PlannedWithCompletions(PlannedPostTraining):
 
     completion_tokens: int = 64
     generator: str = "auto"
+    other_writer: str = ""
 
     @property
     def per_prompt(self) -> int:
@@ -114,6 +115,7 @@ class PlannedWithCompletions(PlannedPostTraining):
             new_tokens=self.completion_tokens,
             per_prompt=self.per_prompt,
             generator=self.generator,
+            other_writer=self.other_writer,
         )
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:

@@ -12,6 +12,13 @@ from tigon.objectives.rules.rows import OF_TEXT, RowObjectives
 from tigon.recipe.keys import PostTrainingConfig, Recipe
 from tigon.recipe.rules import Rule, Rules, broken
 from tigon.techniques.condition import Condition
+from tigon.techniques.generator_obstacles import (
+    HOST_LAYERS,
+    HOST_STATES,
+    QUANTIZED_FSDP2,
+    QUANTIZED_ZERO3,
+    TENSOR_PARALLEL,
+)
 from tigon.techniques.keys.settings import Settings
 
 TAKES: Mapping[str, tuple[str, ...]] = {
@@ -104,11 +111,11 @@ _PLANNED_RULES = (
 
 _FSDP2, _QUANTIZED = Condition("sharding.fsdp", "is", True), Condition("lora.quantize", "is", True)
 _WITHOUT_GENERATOR = (
-    ((Condition("sharding.offload", "is not", "none"),), "states in host memory", "sharding.offload: none"),
-    ((_FSDP2, _QUANTIZED), "4-bit weights under FSDP2", "sharding.fsdp: false"),
-    ((Condition("sharding.zero", "is at least", 3), _QUANTIZED), "4-bit weights under ZeRO-3", "sharding.zero: 2"),
-    ((Condition("sharding.tensor", "is at least", 2),), "tensor parallelism", "sharding.tensor: 1"),
-    ((Condition("lora.base_offload", "is", True),), "frozen layers in host memory", "lora.base_offload: false"),
+    ((Condition("sharding.offload", "is not", "none"),), HOST_STATES, "sharding.offload: none"),
+    ((_FSDP2, _QUANTIZED), QUANTIZED_FSDP2, "sharding.fsdp: false"),
+    ((Condition("sharding.zero", "is at least", 3), _QUANTIZED), QUANTIZED_ZERO3, "sharding.zero: 2"),
+    ((Condition("sharding.tensor", "is at least", 2),), TENSOR_PARALLEL, "sharding.tensor: 1"),
+    ((Condition("lora.base_offload", "is", True),), HOST_LAYERS, "lora.base_offload: false"),
 )
 """What tigon's generator does not go with: conditions that hold together, their name, and what to set instead."""
 _WITHOUT_AUTO = (((Condition("model.kernels", "is not", "tigon"),), "model.kernels", "model.kernels: tigon"),)
@@ -149,6 +156,14 @@ def generation_of(recipe: Recipe) -> Mapping[str, Any]:
 def writes_by_generate(recipe: Recipe) -> bool:
     """Whether TRL calls the model's `generate` with options that tigon's generator knows."""
     return not any(value for name, value in generation_of(recipe).items() if name not in _FILTERS)
+
+
+def other_writer(recipe: Recipe) -> str:
+    """What writes completions instead of the model's `generate`; empty if `generate` does."""
+    given = generation_of(recipe)
+    if given.get(VLLM):
+        return "vLLM"
+    return "transformers' continuous batching" if given.get(CONTINUOUS_BATCHING) else ""
 
 
 def _without_switch(recipe: Recipe, switch: str, prefix: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tigon._trunk import decoder_layers
 
@@ -22,8 +23,6 @@ def divide_layers(model: nn.Module, accelerator: Any) -> None:
     """
     if not accelerator.is_fsdp2:
         return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # loads torch.distributed.tensor
-
     plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
     for layer in decoder_layers(model):
         fully_shard(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import datasets
 
@@ -70,13 +70,13 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
     values |= {**arguments(setup, run, evaluate=data.eval is not None), **spec.options}
     others = _other_models(spec, setup, run)
     bases = (GuardedTrainer, getattr(package, spec.trainer))
-    kind = type("Guarded" + spec.trainer, bases, {"reference": others.get("ref_model")})
+    kind = cast("type[GuardedTrainer]", type("Guarded" + spec.trainer, bases, {"reference": others.get("ref_model")}))
     completions = CompletionLog(spec.rewards, recipe.post_training.log_completions)
     if spec.scores:
         others |= _scorers(spec, completions)
     adapters = {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
     try:
-        trainer: GuardedTrainer = kind(
+        trainer = kind(
             model=model,
             args=without_data_parallel(getattr(package, spec.config)(**values)),
             train_dataset=data.train,
@@ -88,6 +88,8 @@ def make(setup: Setup, model: nn.Module, data: TrainingData, run: Path, safeguar
         raise RecipeError(
             f"train.objective: {recipe.train.objective}: TRL refuses it: {' '.join(str(error).split())[:300]}"
         ) from error
+    finally:
+        kind.reference = None  # the class would hold the weights for as long as it exists
     for name, weight in model.named_parameters():  # TRL rounds those of a 4-bit model to bf16
         if name in adapters:
             weight.data = adapters[name]
