@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 LOOP, TRAINER = "loop", "TRL's SFTTrainer"
 CARD_GIB = 23.5
-"""What an RTX 4090 has, whose box says 24 GB."""
+"""The memory of an RTX 4090, which is sold with 24 GB."""
 
 
 @dataclass(frozen=True)

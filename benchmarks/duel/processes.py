@@ -100,7 +100,7 @@ class Running:
         self._process.wait()
 
     def answer(self, over_limit: bool) -> Answer:
-        """What the ended process has measured, or why it did not."""
+        """The line that the ended process has measured, or the reason why it has none."""
         path, row = self._folder / "answer.json", self.row
         log_text = (self._folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not over_limit else None
@@ -174,7 +174,7 @@ def answers(
 
 
 def _next_turn(running: Sequence[Running], timed: Running | None) -> Running | None:
-    """Which row takes its timed steps now. The others are stopped, and go on when it is through."""
+    """Which row takes its timed steps now. The others are stopped until it has ended its timed steps."""
     if timed is not None and timed.timed:
         timed = None
         for one in running:
